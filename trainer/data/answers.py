@@ -16,7 +16,7 @@ import orjson
 import xxhash
 
 from trainer.config import AnswersData, FileData
-from trainer.data.formats import Bad, Raw, Unit, Whole
+from trainer.data.formats import Bad, Format, Raw, Unit
 from trainer.data.storage import File, find_files, opened
 from trainer.errors import DataError
 
@@ -26,7 +26,7 @@ Key = tuple[str, str, str]  # id of an answer, and name and id of the key that g
 Said = str | list[dict[str, Any]]  # an answer: its text, or where it calls tools its message
 
 
-class AnswerLog(Whole):
+class AnswerLog(Format):
     """The format."""
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:

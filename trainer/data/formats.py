@@ -2,6 +2,9 @@
 another.
 
 A format cuts a file into units that can be read apart, each giving raw records in order.
+
+The library `datasets` resolves names on the hub (hub.py), but reads no file here: its builders give each column one
+type, so that values become others, and one bad line costs them the file (tests/world/test_datasets.py).
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
+import operator
 import re
 import tarfile
 import zlib
@@ -18,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from lzma import LZMAError
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import orjson
@@ -38,6 +43,8 @@ JSON, TEXT, NAME = "json", {"txt": "prompt"}, "__key__"
 LEFT_OUT = "the rest of it is left out"
 _PLACES = {"jsonl": "line", "answers": "line", "webdataset": "sample"}
 _BEYOND = re.compile(rb"\d{19}|NaN|Infinity")  # what orjson rounds or refuses, and Python's json reads
+_NO_UTF8 = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of it
+_MEMBER = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)", re.DOTALL)  # a sample's name, and the extension
 _OTHERS = {  # by the first bytes of a file
     b"[": "it begins an array, and lines of one object each are wanted: end the file's name in .json, or convert the "
     "file with jq -c '.[]'",
@@ -74,33 +81,27 @@ def place(kind: str, url: str, number: int, bad: Bad | None = None) -> str:
     return f"{url}, {several}{f' ({bad.name})' if bad and bad.name else ''}"
 
 
-class Format(Protocol):
+class Format:
     """Reading one kind of file. Raises DataError when a file cannot be read at all."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
-        """The parts, in order. They depend on the file alone, so that the records' order does too."""
-        ...
+        """The parts, in order: the file whole, or several. They depend on the file alone, so that the records' order
+        does too."""
+        return [Unit(file.url)]
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
         """The records of a part, in order."""
-        ...
+        raise NotImplementedError
 
 
-class Whole:
-    """Of a format whose files are read whole."""
-
-    def units(self, file: File, config: FileData) -> list[Unit]:
-        return [Unit(file.url)]
-
-
-class Jsonl:
+class Jsonl(Format):
     """JSON lines. A unit is a range of bytes: the lines that begin in it. A compressed file is one unit, and so is one
     that is named `.json`, which may also be an array of records."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
         one = file.url.endswith(COMPRESSED) or _may_be_array(file.url)
         if one or not file.seekable or file.size <= UNIT_BYTES:
-            return [Unit(file.url)]
+            return super().units(file, config)
         return [Unit(file.url, start, start + UNIT_BYTES) for start in range(0, file.size, UNIT_BYTES)]
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
@@ -112,13 +113,16 @@ def _may_be_array(url: str) -> bool:
 
 
 def _json(unit: Unit) -> Iterator[Raw]:
-    lines = _lines(unit)
-    for number, line in enumerate(lines):
-        first = number == 0 and unit.start == 0
-        if first and _may_be_array(unit.url) and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    lines, first, may_be_array = _lines(unit), unit.start == 0, _may_be_array(unit.url)
+    for line in lines:
+        text = (line.removeprefix(codecs.BOM_UTF8) if first else line).strip()
+        if first and may_be_array and text.startswith(b"["):
             yield from _array(line, lines)
-        else:
-            yield _parse(line, first) if line.strip() else None
+        elif text:
+            yield _parse(line, first)
+        elif not may_be_array:  # records are counted there, not lines
+            yield None
+        first = first and not text
 
 
 def _array(start: bytes, lines: Iterator[bytes]) -> list[Raw]:
@@ -204,7 +208,7 @@ def _pieces(stream: Any) -> Iterator[bytes]:
             return
 
 
-class Csv(Whole):
+class Csv(Format):
     """CSV, and TSV by the file's name, below a line of names. Values are texts, an empty one is none. Files are
     read whole: only the beginning says which line breaks are quoted."""
 
@@ -216,18 +220,21 @@ def _rows(url: str) -> Iterator[Raw]:
     csv.field_size_limit(LARGEST_BYTES)
     delimiter = "\t" if ".tsv" in PurePath(url).suffixes else ","
     with opened(url) as stream:
-        text = io.TextIOWrapper(io.BufferedReader(stream, 1 << 16), "utf-8-sig", newline="")
+        buffered = io.BufferedReader(stream, 1 << 16)
+        text = io.TextIOWrapper(buffered, "utf-8-sig", "surrogateescape", newline="")  # a row is refused, not a block
         try:
             for row in csv.DictReader(text, delimiter=delimiter, strict=True):
                 if None in row:
                     yield Bad("it has more values than the file has names")
+                elif _NO_UTF8.search("".join(filter(None, (*row, *row.values())))):
+                    yield Bad("it is not CSV in UTF-8: convert the file with iconv")
                 else:
                     yield {name: value or None for name, value in row.items()}
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             yield Bad(f"it is not CSV in UTF-8 ({error}); {LEFT_OUT}")
 
 
-class Parquet:
+class Parquet(Format):
     """Parquet. A unit is a range of row groups; only the columns that the configuration names are read."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
@@ -236,11 +243,9 @@ class Parquet:
             groups, units, start, size = parquet.metadata, [], 0, 0
             for number in range(groups.num_row_groups):
                 size += groups.row_group(number).total_byte_size
-                if size >= UNIT_BYTES:
+                if size >= UNIT_BYTES or number + 1 == groups.num_row_groups:
                     units.append(Unit(file.url, start, number + 1))
                     start, size = number + 1, 0
-            if start < groups.num_row_groups:
-                units.append(Unit(file.url, start, groups.num_row_groups))
         return units
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
@@ -276,13 +281,13 @@ def _parquet(url: str) -> Iterator[Any]:
         yield parquet
 
 
-class Arrow:
+class Arrow(Format):
     """Arrow's formats for streams, which `datasets` writes, and for files. A unit is a file; of the columns those that
     the configuration names are taken."""
 
     def units(self, file: File, config: FileData) -> list[Unit]:
         _check_seekable(file)
-        return [Unit(file.url)]
+        return super().units(file, config)
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
         import pyarrow as pa
@@ -326,44 +331,34 @@ def _columns(names: list[str], config: FileData) -> list[str]:
     return [name for name in names if name in wanted or any(key.startswith(f"{name}.") for key in wanted)]
 
 
-class WebDataset(Whole):
+class WebDataset(Format):
     """WebDataset shards: tar files in which neighbours with the same name up to its first dot are one sample
     (https://github.com/webdataset/webdataset). Nothing is unpacked onto the disk. A record's name
     is its key `__key__`, as in the library of that name."""
 
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
-        name = ""
+        last = ""
         try:
-            for name, parts in _samples(unit.url):
-                yield _record(name, parts)
+            for name, parts in itertools.groupby(_members(unit.url), operator.itemgetter(0)):
+                yield _record(name, {extension: content for _, extension, content in parts})
+                last = name
         except (tarfile.TarError, EOFError, zlib.error, LZMAError, OSError) as error:
             if not _of_content(error):
                 raise
-            yield Bad(f"the shard is damaged after {name!r} ({error}); {LEFT_OUT}")
+            yield Bad(f"the shard is damaged after {last!r} ({error}); {LEFT_OUT}")
 
 
-def _samples(url: str) -> Iterator[tuple[str, dict[str, bytes | None]]]:
-    """(name, contents by extension); None for content that is too large."""
-    name: str | None = None
-    parts: dict[str, bytes | None] = {}
+def _members(url: str) -> Iterator[tuple[str, str, bytes | None]]:
+    """(sample, extension, content) of each file; None for content that is too large."""
     with opened(url) as stream:
         tail: Any = _Tail(stream)
         shard = tarfile.open(fileobj=tail, mode="r|")  # noqa: SIM115 - it holds nothing but the stream
         for member in shard:
-            prefix, dot, extension = _split(member.name)
-            if not member.isfile() or not dot or not prefix.rsplit("/", 1)[-1]:
-                continue
-            if prefix != name and parts:
-                yield name or "", parts
-                parts = {}
-            name = prefix
-            content = shard.extractfile(member)
-            assert content is not None  # it is a file
-            parts[extension.lower()] = None if member.size > LARGEST_BYTES else content.read()
+            content, named = shard.extractfile(member) if member.isfile() else None, _MEMBER.fullmatch(member.name)
+            if content is not None and named is not None:
+                yield named[1], named[2].lower(), None if member.size > LARGEST_BYTES else content.read()
         if tail.last.strip(b"\0"):
             raise EOFError("it has no end mark, so it was cut short")
-    if parts:
-        yield name or "", parts
 
 
 class _Tail:
@@ -378,27 +373,20 @@ class _Tail:
         return data
 
 
-def _split(path: str) -> tuple[str, str, str]:
-    folder, slash, file = path.rpartition("/")
-    stem, dot, extension = file.partition(".")
-    return folder + slash + stem, dot, extension
-
-
 def _record(name: str, parts: dict[str, bytes | None]) -> Raw:
     record: dict[str, Any] = {NAME: name}
     for extension, content in parts.items():
+        is_json = extension.rpartition(".")[2] == JSON
         if content is None:
             return Bad(f".{extension} is larger than {LARGEST_BYTES} bytes", name=name)
         try:
-            if extension == JSON:
-                value = parsed(content)
-                record |= value if isinstance(value, dict) else {JSON: value}
-            elif extension.endswith(f".{JSON}"):
-                record[extension.removesuffix(f".{JSON}")] = parsed(content)
-            else:
-                record[TEXT.get(extension, extension)] = content.decode()
+            value = parsed(content) if is_json else content.decode()
         except ValueError as error:
-            if extension == JSON or extension.endswith(f".{JSON}"):
+            if is_json:
                 return Bad(f".{extension} is not JSON ({error})", name=name)
-            # Another's file, an image say: no text, and not asked for.
+            continue  # another's file, an image say: no text, and not asked for
+        if extension == JSON and isinstance(value, dict):
+            record |= value
+        else:
+            record[TEXT.get(extension, extension.removesuffix(f".{JSON}"))] = value
     return record

@@ -69,7 +69,7 @@ def opened(url: str, start: int | None = None, *, decompress: bool = True) -> It
         if start:
             stream.seek(start)
         if zstd:
-            import pyarrow as pa  # slow to import; fsspec's own reader ends with the first frame, in silence
+            import pyarrow as pa  # slow to import; fsspec's own reader takes a cut file for a whole one
 
             stream = pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd")
         yield stream
