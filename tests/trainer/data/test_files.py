@@ -3,11 +3,9 @@ are cut; and the cache of tokenised records, which is made once, by the first ru
 
 from __future__ import annotations
 
-import bz2
 import functools
 import gzip
 import json
-import lzma
 import os
 import pickle
 import signal
@@ -29,7 +27,7 @@ from fastapi import FastAPI
 from fastapi.staticfiles import StaticFiles
 
 from tests.trainer.data.conftest import Open, prompts
-from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard, write
+from tests.trainer.data.writing import COMPRESS, as_samples, jsonl, parquet, problems, shard, write
 from tests.trainer.rollouts.generate_server import serve_app
 from tests.waiting import wait_until
 from trainer.config import JsonlData, ModelConfig, SftConfig, TrainerConfig
@@ -40,8 +38,6 @@ from trainer.data.storage import expand, find_files
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 from trainer.tiny_model import write_tiny_model
-
-COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
 
 
 @pytest.mark.parametrize(
