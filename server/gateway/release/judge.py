@@ -115,7 +115,9 @@ def _state(condition: Condition, evidence: Evidence, candidate: Interval, stable
     known: Sequence[tuple[str, Tally]] = [("the candidate", evidence.candidate)]
     if stable is not None:
         known = [*known, ("the stable version", evidence.stable)]
-    said = ", ".join(f"{who} {tally.mean:.4g} of {tally.count}" for who, tally in known if tally.count)
+    said = (
+        ", ".join(f"{who} {tally.mean:.4g} of {tally.count}" for who, tally in known if tally.count) or "no answer yet"
+    )
     low, high = _harm(condition, candidate, stable)
     if low > 0:
         return "harmed", f"{said}, which is over the bound with certainty enough"

@@ -77,6 +77,13 @@ def test_the_state_of_a_condition(condition: Condition, candidate: Tally, stable
     assert examine(condition, Evidence(candidate, stable or Tally()), 0.01).state == state
 
 
+def test_a_guard_before_the_first_answer_says_so() -> None:
+    """A guard judges from the first answer on, so nothing may be counted yet."""
+    found = examine(Condition("left", max_increase=0.05, least=0), Evidence(Tally(), Tally()), 0.01)
+    said = "no answer yet, which shows neither that it is kept nor that it is broken"
+    assert (found.state, found.text.partition(": ")[2]) == ("open", said)
+
+
 def test_a_step_lasts_and_is_over() -> None:
     policy = parse(POLICY)
     assert rule(policy, 0, GOOD, lasted_s=59.0).kind == "wait"
