@@ -254,7 +254,7 @@ class Sidecar:
             DEVICE_COPIES.set(copies)
         return StageResult(
             fingerprint,
-            report["staging_gbps"] or None,
+            report["staging_gbps"],  # 0 for what was held already
             path,
             built=report.get("built", ""),
             expected_flip_ms=expected,

@@ -48,7 +48,8 @@ class Engine:
     async def stage(self, version: VersionRecord, *_: object) -> dict[str, Any]:
         self.log.append(f"stage {version.version}")
         fingerprint = version.fingerprint if self.fingerprint is None else self.fingerprint
-        return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": self.path, "fingerprint": fingerprint}
+        gbps = 0.0 if self.path == "retained" else 1.0
+        return {"stage_ms": 1.0, "staging_gbps": gbps, "path": self.path, "fingerprint": fingerprint}
 
     async def commit(self, version: int, epoch: int, withdrawn: bool) -> dict[str, float]:
         self.log.append(f"run {version}")

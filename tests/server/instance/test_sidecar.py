@@ -84,7 +84,8 @@ async def test_an_aborted_swap_leaves_only_what_was_held_before_it_and_is_as_pub
     engine: Any = Engine()
     engine.path, engine.fingerprint = path, fingerprint
     staging = sidecar_of(config_of(tmp_path), engine)
-    await staging._stage(UNASKED, version())
+    staged = await staging._stage(UNASKED, version())
+    assert staged.staging_gbps == (0.0 if path == "retained" else 1.0), "no rate is made up for what was held already"
     await staging._drop(version())
     assert engine.dropped == [(2, previous)]
 
