@@ -19,7 +19,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 async def test_an_answer_streams_with_its_version_and_its_times(public: Watched, script: Script) -> None:
     await public.wait_text("#model", MODEL)
+    empty = "getComputedStyle(document.getElementById('chat-log'), '::before').content"
+    assert "The answers stand here" in await public.page.evaluate(empty)
+    assert not await public.page.get_by_text("Weight versions here").is_visible(), "it would head nothing"
+    high, page = await public.page.evaluate("[document.getElementById('chat-log').offsetHeight, innerHeight]")
+    assert high >= 0.3 * page
     await say(public, "What is this?")
+    assert await public.page.evaluate(empty) == "none"
+    assert await public.page.get_by_text("Weight versions here").is_visible()
     assert await public.text("#chat-log .message:last-child .text") == "Hello there."
     facts = await public.text("#chat-log .message:last-child .facts")
     for told in ("written by v1", "first token after", "2 tokens", "prompt read by v1", "ended by stop"):
@@ -49,11 +56,11 @@ async def test_a_swap_in_the_middle_changes_colour_and_mark(public: Watched, scr
     assert [await run.get_attribute("data-version") for run in await runs.all()] == ["v6", "v7"]
     looks = await runs.evaluate_all(
         "runs => runs.map(r => { const s = getComputedStyle(r), b = getComputedStyle(r, '::before');"
-        " return [s.backgroundColor, s.textDecorationStyle, b.content]; })"
+        " return [s.backgroundColor, b.textDecorationStyle, b.content, b.textDecorationLine, s.textDecorationLine]; })"
     )
     assert looks[0][0] != looks[1][0]
     assert looks[0][1] != looks[1][1]  # colour is not the only sign
-    assert [look[2] for look in looks] == ['"v6"', '"v7"']
+    assert [look[2:] for look in looks] == [['"v6"', "underline", "none"], ['"v7"', "underline", "none"]]
     assert await public.text("#legend") == "v6 2 tokensv7 2 tokens"
     assert "v6: 0–2, v7: 2–4" in await public.text("#chat-log .facts")
     assert "From here on weight version 7 answers." in await public.text("#announcements")
@@ -74,6 +81,7 @@ async def test_stop_ends_the_request_at_the_instance(public: Watched, script: Sc
     script.gate = asyncio.Event()
     await ask(public)
     await public.wait_text("#chat-log .run", "Hello")
+    assert "token" not in (await public.text("#chat-log .facts")).replace("first token", ""), "a piece may have several"
     await public.page.get_by_role("button", name="Stop").click()
     await answered(public)
     await asyncio.wait_for(script.gone.wait(), 60)

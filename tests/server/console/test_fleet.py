@@ -9,34 +9,53 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from playwright.async_api import Browser
+from playwright.async_api import Browser, expect
 
 from server.gateway.release.records import Counted, EvidenceRecord, ReleaseKeys, ReleaseRecord
-from tests.server.console.browser import Watched, watched
-from tests.server.console.play import Script, admin_page, put_swaps, put_versions, sign_in, version_record
+from tests.server.console.browser import TIMEOUT_MS, Watched, watched
+from tests.server.console.play import (
+    ABORTED,
+    DONE,
+    Script,
+    admin_page,
+    put_swaps,
+    put_versions,
+    sign_in,
+    version_record,
+)
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway
 from weightsync.control import chain
 from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import ActiveRecord, DeviceRecord, PauseRecord, ShareRecord, SplitRecord, SwapRecord
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+PLACEHOLDER_FITS = """input => {
+  const style = getComputedStyle(input), pen = document.createElement("canvas").getContext("2d");
+  const arrows = 15, padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+  pen.font = style.font;
+  return pen.measureText(input.placeholder).width + padding + arrows <= input.clientWidth;
+}"""
 
 
 async def test_the_fleet_is_shown_and_follows(console: Watched, gateway: RunningGateway, script: Script) -> None:
     await console.wait_text("#instances", "SERVING")
     row = await console.page.locator("#instances tbody tr").first.inner_text()
     assert row.split("\t")[:3] == ["i0", "SERVING", "v1"]
+    assert row.split("\t")[5] == "good"
+    await console.wait_text("#fleet-now", "1 of 1 instances get requests")
     address = gateway.gateway.default.fleet.instances["i0"].record.address
     await asyncio.to_thread(
         gateway.register, address, "i0", "STAGED", staged_version=2, fingerprint="0123456789abcdef", commit_ms=0.625,
+        staging_gbps=0.0,
         devices=(DeviceRecord("GPU-8a", 3), DeviceRecord("GPU-51", 2)),
     )  # fmt: skip
     await console.wait_text("#instances", "STAGED")
     cells = await console.page.locator("#instances tbody tr > *").all_inner_texts()
     assert cells[1:5] == ["STAGED", "v1", "v2", "0123456789"]
-    assert cells[7] == "3, 2"
+    assert cells[5:7] == ["good", "3, 2"]
     assert await console.page.locator("#instances tbody td span[title]").get_attribute("title") == "GPU-8a, GPU-51"
     assert "0.63" in cells[-2] or "0.62" in cells[-2]
+    assert cells[-3] == "–", "nothing was staged anew"
     await asyncio.to_thread(gateway.unregister, "i0")
     await console.wait_text("#instances", "No instance is registered.")
 
@@ -77,6 +96,7 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     page = console.page
     button = page.get_by_role("button", name="Activate v2")
     await button.wait_for()
+    assert await console.text("#rollback-note") == "no version served before v1"
     await button.focus()
     await page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog", name="Activate v2?")
@@ -89,6 +109,8 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     await dialog.wait_for()
     await page.get_by_label("rolling").focus()
     await page.keyboard.press("Space")
+    await page.get_by_label("Why").focus()
+    await page.keyboard.type("fewer errors & shorter")
     await page.get_by_role("button", name="Activate", exact=True).focus()
     await page.keyboard.press("Enter")
     await console.wait_text("#swap-result", "v2 serves: prepared in")
@@ -98,29 +120,44 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     await asyncio.to_thread(gateway.register, address, "i0", active_version=2, active_epoch=2)
     await console.wait_text("#swaps", "done")
     await console.wait_text("#announcements", "Weight version 2 serves now.")
+    await console.wait_text("#ledger", "fewer errors & shorter")
     assert "v2 done" in (await page.locator("#timeline svg").get_attribute("aria-label") or "")
 
 
 async def test_a_version_is_given_a_share_with_the_slider(console: Watched, gateway: RunningGateway) -> None:
     """One instance serves here, which is too few: the dialog says how many it takes. Then another gateway makes one."""
-    await asyncio.to_thread(put_versions, gateway, 1, None)
+    await asyncio.to_thread(put_versions, gateway, 1, 3)
     await console.wait_text("#active", "v1")  # a share is of what the active version has
+    note = "v3, which served before, is no longer held: activate one that is ready"
+    assert await console.text("#rollback-note") == note
     page = console.page
     await page.get_by_role("button", name="Activate v2").click()
     slider = page.get_by_label("Requests it gets")
     assert await slider.input_value() == "100"
+    assert await slider.evaluate("s => getComputedStyle(s).paddingRight") == "0px", "or it stops short of its end"
+    for name in ("Let streams end for", "Time to stage"):
+        assert await page.get_by_label(name).evaluate(PLACEHOLDER_FITS)
     await slider.press("ArrowLeft")
     assert await console.text("#swap-share") == "99 %"
     await page.locator("#swap-go").click()
     await console.wait_text("#swap-result", "[409 not_enough_instances]")
     assert "share the traffic of 2 instances" in await console.text("#swap-result")
     await page.get_by_role("button", name="Close").click()
+    report = {"version": 1, "split": {"shares": [{"version": 2, "percent": 99}]}, "prepare_ms": 1.0, "commit_ms": 1.0}
+    await page.route("**/admin/weights/split*", lambda route: route.fulfill(json=report))
+    await page.get_by_role("button", name="Activate v2").click()
+    await page.get_by_label("Requests it gets").press("ArrowLeft")
+    await page.locator("#swap-go").click()
+    await console.wait_text("#swap-result", "v2 beside v1 (99 % of the requests) serves: prepared in")
+    await page.get_by_role("button", name="Close").click()
     split = SplitRecord((ShareRecord(2, 12.5, ("i1",)),), "key", 2)
     await asyncio.to_thread(gateway.store.put, KEYS.active, ActiveRecord(1, 2, None, "s", 1.0, split=split).to_json())
     await console.wait_text("#versions", "12.5 %")
     rows = [row.split("\t")[:2] for row in await page.locator("#versions tbody tr").all_inner_texts()]
     assert rows == [["v3", "retired"], ["v2", "ready 12.5 %"], ["v1", "active 87.5 %"]]
-    assert await page.get_by_role("button", name="Activate v1").is_visible(), "which ends the split"
+    await console.wait_text("#rollback-note", "v2 beside v1 (12.5 % of the requests): “Activate v1” ends that")
+    await page.get_by_role("button", name="Activate v1").click()
+    await console.wait_text("#swap-dialog-text", "Now v2 beside v1 (12.5 % of the requests) serves.")
 
 
 @pytest.mark.broad
@@ -146,6 +183,33 @@ async def test_a_swap_under_way_shows_its_progress(console: Watched, gateway: Ru
     await console.wait_text("#swap-result", "[409 swap_aborted]")
     await console.wait_text("#swaps", "aborted")
     assert "not staged within 8 s by i0" in await console.text("#swaps")
+
+
+async def test_a_swap_says_which_versions_serve_beside_which(console: Watched, gateway: RunningGateway) -> None:
+    alone = replace(DONE, version=1, previous=None)
+    two = replace(alone, split=SplitRecord((ShareRecord(2, 10.0),)))
+    three = replace(alone, split=SplitRecord((ShareRecord(2, 12.5, shadow=50.0), ShareRecord(3, 0.0))))
+    other = replace(DONE, version=2, previous=1, split=SplitRecord((ShareRecord(1, 10.0),)))
+    swaps = [alone, two, three, replace(ABORTED, version=3, previous=1), alone, other]
+    for number, record in enumerate(swaps):
+        await asyncio.to_thread(gateway.store.put, KEYS.past_swap(number), replace(record, id=f"s{number}").to_json())
+    moved = SwapRecord("s5", 2, "aborted", (), 1.0, 1.0)
+    await asyncio.to_thread(gateway.store.put, KEYS.swap, moved.to_json())
+    await console.wait_text("#swaps", "v1 beside v2 (10 % of the requests)")
+    rows = await console.page.locator("#swaps tbody tr").all_inner_texts()
+    shared = "v2 and v3 beside v1 (12.5 % and 0 % of the requests, 50 % and 0 % repeated)"
+    assert [row.split("\t")[1:4] for row in rows] == [
+        ["v1 beside v2 (10 % of the requests)", "v1", "done"],
+        ["v1", shared, "done"],
+        ["v3", shared, "aborted"],
+        [shared, "v2 beside v1 (10 % of the requests)", "done"],
+        ["v2 beside v1 (10 % of the requests)", "v1", "done"],
+        ["v1", "–", "done"],
+    ]
+    marks = await console.page.locator("#timeline g text").all_text_contents()
+    assert marks == ["v1", "+v2", "+v2+v3", "v3", "v1", "+v1"]
+    label = await console.page.locator("#timeline svg").get_attribute("aria-label") or ""
+    assert "the last: v1 beside v2 (10 % of the requests) done" in label
 
 
 @pytest.mark.broad
@@ -217,14 +281,20 @@ async def test_a_release_is_shown_with_its_conditions_and_taken_back(console: Wa
     judged = replace(record, state="judging", since=time.time(), reason="")
     await asyncio.to_thread(gateway.store.put, keys.current, judged.to_json())
     await console.wait_text("#release-steps [aria-current]", "50 %, 30 min left")
+    await console.wait_text("#rollback-note", "v2 is being released over v1: “Take it back” ends that")
+    await console.wait_text("#release-brief", "Release of v2, over v1: step 1 of 2, 50 % of the requests, judging")
     assert await console.page.locator("#release-steps li").all_inner_texts() == ["50 %, 30 min left", "100 %"]
     await asyncio.to_thread(gateway.store.put, keys.current, record.to_json())
     await console.wait_text("#release-now", "v2, over v1: step 1 of 2, 50 % of the requests, held: errors max 0.1")
     row = (await console.page.locator("#findings tbody tr").first.inner_text()).split("\t")
     assert row[:2] == ["errors max 0.1", "blind"]
     assert row[4] == "40 of 100 answers of the candidate"
+    await asyncio.to_thread(gateway.store.put, KEYS.version(3), version_record(3).to_json())
+    await asyncio.to_thread(gateway.store.put, KEYS.active, replace(active, previous=3, epoch=2).to_json())
+    await console.wait_text("#rollback-note", "to v3, which served before; it ends the release of v2")
     await console.page.click("#release-cancel")
     await console.wait_text("#release-now", "cancelled by admin key")
+    await expect(console.page.locator("#release-brief")).to_be_hidden(timeout=TIMEOUT_MS)
 
 
 async def test_the_ledger_shows_who_did_what_and_why(console: Watched, gateway: RunningGateway) -> None:

@@ -47,8 +47,10 @@ async def test_the_key_is_kept_for_the_tab_if_so_wished_until_it_is_forgotten(
     await asyncio.to_thread(put_versions, gateway, 2, 1)
     rollback = console.page.get_by_role("button", name="Roll back", exact=True)
     await expect(rollback).to_be_enabled(timeout=TIMEOUT_MS)
+    await console.page.get_by_role("button", name="Forget key").click()
     await console.page.get_by_label("keep it for this tab").check()
     await sign_in(console)
+    await expect(console.page.get_by_label("Admin key")).to_be_hidden(timeout=TIMEOUT_MS)
     await console.page.reload()
     await console.wait_text("#key-message", "The key works.")
     await console.page.get_by_role("button", name="Forget key").click()
@@ -64,6 +66,7 @@ async def test_a_wrong_key_shows_nothing_and_is_not_sent_again(browser: Browser,
         await page.page.get_by_label("Admin key").fill("wrong-wrong-wrong-wrong")
         await page.page.keyboard.press("Enter")
         await page.wait_text("#key-message", "[401 invalid_api_key]")
+        await page.wait_attribute("#key-message", "class", "^error$")
         await page.page.wait_for_timeout(500)  # two more rounds would have come by now
         asked = [r.url for r in page.requests if "/admin/" in r.url]
         assert asked
@@ -72,6 +75,14 @@ async def test_a_wrong_key_shows_nothing_and_is_not_sent_again(browser: Browser,
         assert not await page.page.locator("#instances").is_visible()
         assert await page.page.locator("#rollback").is_disabled()
         page.check()
+
+
+async def test_a_key_that_is_revoked_takes_what_it_showed_along(console: Watched) -> None:
+    refusal = {"error": {"message": "This key is revoked.", "code": "invalid_api_key"}}
+    await console.page.route("**/admin/**", lambda route: route.fulfill(status=401, json=refusal))
+    await console.wait_text("#key-message", "This key is revoked. [401 invalid_api_key]")
+    await expect(console.page.locator("#instances")).to_be_hidden(timeout=TIMEOUT_MS)
+    await expect(console.page.get_by_label("Admin key")).to_be_visible(timeout=TIMEOUT_MS)
 
 
 async def test_a_wrong_key_is_told_when_it_is_typed_while_the_page_begins(

@@ -130,17 +130,16 @@ class AnswerView {
     this.written = new VersionedText(this.text);
     this.began = performance.now();
     this.first = this.last = 0;
-    this.pieces = 0;
     this.scroll();
   }
 
   // Returns whether the weights changed before this piece.
   piece({ version, text }) {
+    const begins = !this.first;
     this.last = performance.now();
     this.first ||= this.last;
-    this.pieces += 1;
     const crossed = this.written.add(version, text);
-    if (crossed || this.pieces % 8 === 1) this.#tell(this.pieces, []);
+    if (begins || crossed) this.#tell([]);
     return crossed;
   }
 
@@ -148,15 +147,15 @@ class AnswerView {
     const more = prompt.length ? [`prompt read by ${names(prompt)}`] : [];
     if (spans.length > 1) more.push(spans.map((s) => `${versionName(s.version)}: ${s.start}–${s.end}`).join(", "));
     if (reason) more.push(`ended by ${reason}`);
-    this.#tell(tokens ?? this.pieces, more);
+    this.#tell(more, tokens);
   }
 
   stopped() {
-    this.#tell(this.pieces, ["stopped"]);
+    this.#tell(["stopped"]);
   }
 
   failed(line) {
-    if (this.pieces) this.#tell(this.pieces, []);
+    if (this.first) this.#tell([]);
     else setText(this.facts, "");
     this.facts.after(el("p", { class: "error" }, line));
     this.scroll();
@@ -168,14 +167,15 @@ class AnswerView {
     if (scrollHeight - scrollTop - clientHeight < 80) this.log.scrollTop = scrollHeight;
   }
 
-  #tell(tokens, more) {
+  // `tokens`: as the end of the answer tells them; a piece does not say how many it has.
+  #tell(more, tokens = null) {
     const facts = [...this.written.tokens.keys()].map(versionName);
     const told = [facts.length ? `written by ${facts.join(", ")}` : "nothing written"];
     if (this.first) told.push(`first token after ${Math.round(this.first - this.began)} ms`);
     if (tokens > 1 && this.last > this.first) {
       told.push(`${(((tokens - 1) * 1000) / (this.last - this.first)).toFixed(1)} tokens/s`);
     }
-    if (tokens) told.push(`${tokens} tokens`);
+    if (tokens) told.push(tokens === 1 ? "1 token" : `${tokens} tokens`);
     setText(this.facts, [...told, ...more].join(" · "));
   }
 }

@@ -4,7 +4,7 @@ import { Announcer } from "./announce.js";
 import { Api } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId, setText } from "./dom.js";
-import { Key, wireKeyForm } from "./key.js";
+import { Key, tell, wireKeyForm } from "./key.js";
 import { Talk } from "./talk.js";
 
 const key = new Key();
@@ -13,9 +13,9 @@ const talk = new Talk(new Api(key));
 async function greet() {
   try {
     setText(byId("model"), (await talk.findModel()) ?? "no model");
-    setText(byId("key-message"), key.value ? "The key works." : "");
+    tell(key.value ? "The key works." : "");
   } catch (error) {
-    setText(byId("key-message"), error.line ?? error.message);
+    tell(error.line ?? error.message, true);
   }
 }
 

@@ -6,13 +6,13 @@ import { Chat } from "./chat.js";
 import { CurvesView } from "./curves.js";
 import { byId, setText } from "./dom.js";
 import { FleetView } from "./fleet.js";
-import { Key, wireKeyForm } from "./key.js";
+import { Key, tell, wireKeyForm } from "./key.js";
 import { LedgerView } from "./ledger.js";
 import { ReleasesView } from "./releases.js";
 import { SwapDialog } from "./swap_dialog.js";
 import { SwapsView } from "./swaps.js";
 import { Talk } from "./talk.js";
-import { badge, versionName } from "./versions.js";
+import { badge, served, versionName } from "./versions.js";
 import { WeightsView } from "./weights.js";
 
 const PERIOD_MS = 1000;
@@ -73,19 +73,19 @@ class ConsolePage {
     this.asked = this.key.value;
     if (!this.key.value) {
       this.#forget();
-      setText(byId("key-message"), "The chat works without the admin key, where no key is asked.");
+      tell("The chat works without the admin key, where no key is asked.");
       return;
     }
     await this.#choose();
     const paths = ["/admin/instances", "/admin/weights", "/admin/swap", "/admin/pause", "/admin/releases"];
     const [{ instances }, weights, { swap }, pause, { release, findings }] = await Promise.all(paths.map((path) => this.api.json(path)));
-    setText(byId("key-message"), "The key works.");
+    tell("The key works.");
     document.body.classList.remove("locked");
     this.fleet.update(instances);
-    this.weights.update(weights);
+    this.weights.update(weights, release);
     this.releases.update(release, findings);
     this.dialog.follow(swap, instances);
-    this.#now(weights.active, swap, pause);
+    this.#now(weights.active, swap, pause, instances);
     await this.#past(swap);
     if (this.rounds % 5 === 0) this.ledger.update((await this.api.json("/admin/ledger?limit=50")).entries);
     if (this.rounds++ % 2 === 0) this.curves.update(await this.api.json("/admin/series"), this.history);
@@ -95,7 +95,7 @@ class ConsolePage {
   #forget() {
     document.body.classList.add("locked");
     this.fleet.update([]);
-    this.weights.update({ active: null, versions: [] });
+    this.weights.update({ active: null, versions: [] }, null);
     this.releases.forget();
     this.swaps.forget();
     this.ledger.update([]);
@@ -103,7 +103,7 @@ class ConsolePage {
     this.curves.update({ throughput: [], training: [] }, []);
     this.seen = null;
     this.paused = null;
-    for (const id of ["swap-now", "pause-now"]) setText(byId(id), "");
+    for (const id of ["swap-now", "fleet-now", "pause-now"]) setText(byId(id), "");
     setText(byId("active"), "unknown");
   }
 
@@ -143,11 +143,13 @@ class ConsolePage {
     this.swaps.update(this.history);
   }
 
-  #now(active, swap, pause) {
+  #now(active, swap, pause, instances) {
     const shown = byId("active");
     if (shown.textContent !== versionName(active?.version)) shown.replaceChildren(badge(active?.version));
-    const moving = swap?.in_flight ? `swap to ${versionName(swap.target)}: ${swap.phase}` : "no swap under way";
+    const moving = swap?.in_flight ? `swap to ${served(swap.target, swap.split)}: ${swap.phase}` : "no swap under way";
     setText(byId("swap-now"), active ? `epoch ${active.epoch}, ${moving}` : moving);
+    const asked = instances.filter((i) => i.eligible).length;
+    setText(byId("fleet-now"), `· ${asked} of ${instances.length} instances get requests`);
     const names = pause.pauses.map((p) => p.requested_by).join(", ");
     setText(byId("pause-now"), names ? `Generation is paused by ${names}` : "");
     if (this.paused !== null && this.paused !== names) {
@@ -157,9 +159,10 @@ class ConsolePage {
   }
 
   #problem(error) {
-    setText(byId("key-message"), error.line ?? `The console failed: ${error.message}`);
+    tell(error.line ?? `The console failed: ${error.message}`, true);
     if ((error.status !== 401 && error.status !== 403) || this.key.value !== this.asked) return;
     this.key.drop();
+    this.#forget();
     this.again = false; // another round would have no key, and say so instead
   }
 }

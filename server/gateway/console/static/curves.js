@@ -2,8 +2,8 @@
 
 import { LineChart } from "./chart.js";
 import { byId } from "./dom.js";
+import { brought } from "./swaps.js";
 import { clock } from "./table.js";
-import { versionName } from "./versions.js";
 
 const training = { x: (p) => p.step, xText: (step) => `step ${Math.round(step)}`, xName: "Step" };
 const SILENT = "Nothing yet: a trainer reports its steps to POST /admin/training/metrics.";
@@ -31,7 +31,7 @@ export class CurvesView {
 
   update(series, swaps) {
     const commits = swaps.filter((s) => s.committed_at !== null).slice(0, 8);
-    this.throughput.update(series.throughput, commits.map((s) => ({ x: s.committed_at, text: versionName(s.version) })));
+    this.throughput.update(series.throughput, commits.map((s) => ({ x: s.committed_at, text: brought(s) })));
     this.reward.update(series.training);
     this.loss.update(series.training);
   }

@@ -1,4 +1,4 @@
-// The instances: what state each is in, what it runs, how loaded it is, and whether it is asked.
+// The instances: what state each is in, what it runs, how loaded it is, and whether it gets requests.
 
 import { byId, el } from "./dom.js";
 import { Table, number } from "./table.js";
@@ -20,7 +20,6 @@ const COLUMNS = [
   { head: "Version", value: (i) => i.active_version, render: (i) => badge(i.active_version) },
   { head: "Staged", value: (i) => (i.staged_version === null ? "–" : versionName(i.staged_version)) },
   { head: "Fingerprint", value: (i) => i.fingerprint, render: (i) => fingerprintCell(i.fingerprint) },
-  { head: "Asked", value: (i) => (i.eligible ? "yes" : "no") },
   { head: "Health", value: health },
   { head: "GPUs", value: devices, render: (i) => el("span", { title: uuids(i) || null }, devices(i)) },
   { head: "In flight", kind: "number", value: (i) => i.in_flight },
@@ -28,7 +27,7 @@ const COLUMNS = [
   { head: "Waiting", kind: "number", value: signal("num_requests_waiting") },
   { head: "KV cache", kind: "number", value: (i) => percent(i.signals?.kv_cache_usage) },
   { head: "Staged in, ms", kind: "number", value: (i) => number(i.stage_ms) },
-  { head: "GB/s", kind: "number", value: (i) => number(i.staging_gbps, 2) },
+  { head: "GB/s", kind: "number", value: (i) => (i.staging_gbps ? number(i.staging_gbps, 2) : "–") },
   { head: "Stall, ms", kind: "number", value: (i) => number(i.commit_ms, 2) },
   { head: "Error", value: (i) => (i.error ? `${i.error.message} [${i.error.code}]` : "") },
 ];
@@ -55,7 +54,7 @@ function percent(share) {
   return typeof share === "number" ? `${(share * 100).toFixed(0)} %` : "–";
 }
 
-// What the gateway makes of it: the circuit breaker's state, unless all is well.
+// What the gateway makes of it: whether it gets requests, and the circuit breaker's state, unless all is well.
 function health(instance) {
   const told = [];
   if (instance.answering === false) told.push("does not answer");
@@ -64,5 +63,6 @@ function health(instance) {
     told.push(`circuit ${instance.circuit.replace("_", "-")}${left}`);
   }
   if (instance.draining) told.push("draining");
-  return told.join(", ") || "well";
+  if (!instance.eligible) told.push("gets no requests");
+  return told.join(", ") || "good";
 }

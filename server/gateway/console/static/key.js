@@ -1,6 +1,8 @@
 // The key that was typed in. It is kept in memory, or for this tab if so wished; it travels in the Authorization header
 // and nowhere else: not in an address, a cookie, or any storage that outlives the tab.
 
+import { byId, setText } from "./dom.js";
+
 const NAME = "hotswap-key";
 
 export class Key {
@@ -37,6 +39,13 @@ function storage(use) {
   } catch {
     return null;
   }
+}
+
+// Says beside the form how the key is doing.
+export function tell(text, bad = false) {
+  const line = byId("key-message");
+  line.className = bad ? "error" : "quiet";
+  setText(line, text);
 }
 
 // Wires the form a key is typed into: it empties the field, so that the key is not left standing in the page.

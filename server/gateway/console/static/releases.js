@@ -27,8 +27,9 @@ export class ReleasesView {
 
   update(release, findings) {
     this.table.update(findings);
-    this.cancel.disabled = release === null || release.ended || release.state === "rolling_back";
+    this.cancel.disabled = !underWay(release);
     setText(byId("release-now"), release === null ? "No version was released yet." : sentence(release));
+    this.#brief(underWay(release) ? `Release of ${sentence(release)}` : "");
     this.#steps(release);
     const state = release === null ? "" : `${versionName(release.version)} ${release.state.replace("_", " ")}`;
     if (this.state !== null && this.state !== state && state) this.announcer.say(`Release of ${state}.`);
@@ -40,8 +41,15 @@ export class ReleasesView {
     this.table.update([]);
     this.#steps(null);
     this.cancel.disabled = true;
+    this.#brief("");
     setText(byId("release-now"), "");
     setText(byId("release-problem"), "");
+  }
+
+  // In the page's head, as long as there is something to decide.
+  #brief(text) {
+    byId("release-brief").hidden = !text;
+    setText(byId("release-brief"), text);
   }
 
   // One part of the bar a step: its percent of the requests, and what is left of the one under way.
@@ -70,6 +78,11 @@ export class ReleasesView {
     }
     this.look();
   }
+}
+
+// Whether it can still be taken back.
+export function underWay(release) {
+  return release !== null && !release.ended && release.state !== "rolling_back";
 }
 
 function sentence(release) {

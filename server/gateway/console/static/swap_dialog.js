@@ -3,7 +3,7 @@
 import { ApiError } from "./api.js";
 import { byId, setText } from "./dom.js";
 import { number } from "./table.js";
-import { shares, versionName } from "./versions.js";
+import { served, shares, versionName } from "./versions.js";
 
 const PHASES = { prepare: "staging", canary: "trying the canary", commit: "flipping", done: "done", aborted: "aborted" };
 
@@ -42,12 +42,12 @@ export class SwapDialog {
     const staged = instances.filter((i) => i.swap_id === swap.id && ["STAGED", "COMMITTING"].includes(i.state)).length;
     const of = swap.participants.length;
     const count = swap.phase === "prepare" ? `: ${staged} of ${of} staged` : "";
-    setText(byId("swap-progress"), `${versionName(swap.target)}, ${PHASES[swap.phase]}${count}`);
+    setText(byId("swap-progress"), `${served(swap.target, swap.split)}, ${PHASES[swap.phase]}${count}`);
   }
 
   #ask(wish) {
     this.wish = wish;
-    const now = this.active ? `Now ${versionName(this.active.version)} serves.` : "Nothing serves yet.";
+    const now = this.active ? `Now ${served(this.active.version, this.active.split)} serves.` : "Nothing serves yet.";
     const verb = wish.rollback ? "Roll back" : "Activate";
     setText(byId("swap-dialog-title"), `${verb} ${wish.rollback ? "to " : ""}${versionName(wish.version)}?`);
     setText(byId("swap-dialog-text"), `${now} If the swap fails, it goes on serving.`);
@@ -68,7 +68,8 @@ export class SwapDialog {
     setText(byId("swap-progress"), "asked for");
     try {
       const all = this.wish.rollback ? "rollback" : "activate";
-      const path = `/admin/weights/${this.#splits() ? "split" : all}`;
+      const reason = encodeURIComponent(this.form.elements.namedItem("reason").value);
+      const path = `/admin/weights/${this.#splits() ? "split" : all}?reason=${reason}`;
       this.#done(await this.api.json(path, { method: "POST", body: this.#body() }));
     } catch (error) {
       this.#result(error instanceof ApiError ? error.line : error.message, "error");
@@ -110,7 +111,7 @@ export class SwapDialog {
   #done(report) {
     if (report.pending) return this.#result(`It waits for approval by somebody else: hotswap approve ${report.pending.id}`, "");
     const times = `prepared in ${number(report.prepare_ms)} ms, committed in ${number(report.commit_ms, 1)} ms`;
-    this.#result(`${versionName(report.version)} serves: ${times}.`, "good");
+    this.#result(`${served(report.version, report.split)} serves: ${times}.`, "good");
   }
 
   #result(text, kind) {

@@ -3,15 +3,15 @@
 import { HEIGHT, MARGIN, round } from "./chart.js";
 import { byId, el, svg } from "./dom.js";
 import { Table, clock, number } from "./table.js";
-import { badge, versionName } from "./versions.js";
+import { badge, served, versionName } from "./versions.js";
 
 const DRAWN = 40;
 const DECADES = [0.1, 1, 10, 100, 1000, 10000, 100000]; // ms
 
 const COLUMNS = [
   { head: "Ended", header: true, value: (s) => clock(s.ended_at) },
-  { head: "Version", value: (s) => s.version, render: (s) => badge(s.version) },
-  { head: "Before", value: (s) => (s.previous === null ? "–" : versionName(s.previous)) },
+  { head: "Swap to", value: swapTo, render: (s) => (s.split ? swapTo(s) : badge(s.version)) },
+  { head: "Before", value: before },
   { head: "Outcome", value: (s) => s.outcome, render: (s) => el("span", { class: s.outcome === "done" ? "good" : "error" }, s.outcome) },
   { head: "Mode", value: (s) => s.mode },
   { head: "Stall, ms", kind: "number", value: (s) => number(s.stall_ms, 2) },
@@ -39,7 +39,7 @@ export class SwapsView {
     if (this.newest !== undefined && newest && newest.id !== this.newest) this.#announce(newest);
     this.newest = newest?.id ?? null;
     this.swaps = swaps;
-    this.table.update(swaps);
+    this.table.update(swaps.map((swap, at) => ({ ...swap, older: swaps.slice(at + 1).find((s) => s.outcome === "done") })));
     this.#draw();
   }
 
@@ -50,7 +50,7 @@ export class SwapsView {
 
   #announce(swap) {
     const what = swap.outcome === "done" ? "serves now" : `was not taken: ${reason(swap)}`;
-    this.announcer.say(`Weight version ${swap.version} ${what}.`);
+    this.announcer.say(`${swap.split ? swapTo(swap) : `Weight version ${swap.version}`} ${what}.`);
   }
 
   #draw() {
@@ -67,6 +67,21 @@ export class SwapsView {
     const label = `${shown.length} swaps, ${failed} aborted; the last: ${inWords(shown.at(-1))}. The table below has all of it.`;
     this.picture.setAttribute("aria-label", label);
   }
+}
+
+function swapTo(swap) {
+  return served(swap.version, swap.split);
+}
+
+// What served before: `previous` does not tell it of a split, which the active version has outlasted.
+function before(swap) {
+  if (swap.older) return swapTo(swap.older);
+  return swap.previous === null ? "–" : versionName(swap.previous);
+}
+
+// The version that a swap has brought: with a split, the ones beside the version that stays.
+export function brought(swap) {
+  return swap.split ? swap.split.shares.map((share) => `+${versionName(share.version)}`).join("") : versionName(swap.version);
 }
 
 function y(ms) {
@@ -89,13 +104,13 @@ function column(swap, x, labelled) {
   if (prepare !== null) marks.push(svg("path", { class: "prepare", d: `M${at} ${y(prepare) - 5}l5 9h-10z` }));
   if (commit !== null) marks.push(svg("rect", { class: "commit", x: at - 4, y: y(commit) - 4, width: 8, height: 8 }));
   if (swap.outcome !== "done") marks.push(svg("path", { class: "aborted", d: `M${at - 5} 10l10 10m0 -10l-10 10` }));
-  if (labelled) marks.push(svg("text", { x: at, y: HEIGHT - 6, "text-anchor": "middle" }, versionName(swap.version)));
+  if (labelled) marks.push(svg("text", { x: at, y: HEIGHT - 6, "text-anchor": "middle" }, brought(swap)));
   return svg("g", {}, ...marks);
 }
 
 function inWords(swap) {
   const cost = swap.outcome === "done" ? `stalled ${number(swap.stall_ms, 2)} ms, prepared in ${number(swap.prepare_ms)} ms` : reason(swap);
-  return `${versionName(swap.version)} ${swap.outcome}, ${cost}`;
+  return `${swapTo(swap)} ${swap.outcome}, ${cost}`;
 }
 
 function verification(swap) {
@@ -106,7 +121,7 @@ function verification(swap) {
 function flip(part) {
   const told = [];
   if (part.stall_ms !== null) told.push(`stall ${number(part.stall_ms, 2)} ms`);
-  if (part.staging_gbps !== null) told.push(`${number(part.staging_gbps, 2)} GB/s`);
+  if (part.staging_gbps) told.push(`${number(part.staging_gbps, 2)} GB/s`);
   if (part.step_loss !== null) told.push(`steps ${number(100 * part.step_loss, 0)} % longer meanwhile`);
   return `${part.instance}${told.length ? ` (${told.join(", ")})` : ""}`;
 }

@@ -24,6 +24,16 @@ export function shares(active) {
   return new Map(others.length ? [[active.version, rest], ...others] : []);
 }
 
+// What serves: a version, or others beside it with what each has of the requests.
+export function served(version, split) {
+  const others = split?.shares ?? [];
+  if (!others.length) return versionName(version);
+  const all = (told) => others.map(told).join(" and ");
+  const repeated = others.some((share) => share.shadow) ? `, ${all((share) => `${share.shadow} %`)} repeated` : "";
+  const percents = all((share) => `${share.percent} %`);
+  return `${all((share) => versionName(share.version))} beside ${versionName(version)} (${percents} of the requests${repeated})`;
+}
+
 // Text written by versions: one run for each stretch of one version, marked with its number where it begins.
 export class VersionedText {
   constructor(element) {

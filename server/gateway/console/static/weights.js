@@ -2,8 +2,9 @@
 
 import { byId, el, setText } from "./dom.js";
 import { fingerprintCell } from "./fleet.js";
+import { underWay } from "./releases.js";
 import { Table, clock } from "./table.js";
-import { badge, shares, versionName } from "./versions.js";
+import { badge, served, shares, versionName } from "./versions.js";
 
 export class WeightsView {
   constructor(dialog) {
@@ -14,14 +15,14 @@ export class WeightsView {
     this.rollback.addEventListener("click", () => this.dialog.open({ version: this.active.previous, rollback: true }));
   }
 
-  update({ active, versions }) {
+  update({ active, versions }, release) {
     this.active = active;
     this.dialog.active = active;
     this.table.update([...versions].sort((a, b) => b.version - a.version));
     const previous = active?.previous ?? null;
     const ready = versions.some((v) => v.version === previous && v.state === "ready");
     this.rollback.disabled = !ready;
-    setText(byId("rollback-note"), ready ? `to ${versionName(previous)}, which served before` : "there is nothing to go back to");
+    setText(byId("rollback-note"), ready ? wayBack(previous, release) : noWayBack(active, release));
   }
 
   #columns() {
@@ -55,6 +56,24 @@ export class WeightsView {
     button.addEventListener("click", () => this.dialog.open({ version: version.version, rollback: false }));
     return button;
   }
+}
+
+function wayBack(previous, release) {
+  const ends = underWay(release) ? `; it ends the release of ${versionName(release.version)}` : "";
+  return `to ${versionName(previous)}, which served before${ends}`;
+}
+
+// The state that leaves nothing to go back to, and the action that is possible in it.
+function noWayBack(active, release) {
+  if (active === null) return "no version is active yet";
+  if (underWay(release)) {
+    const names = `${versionName(release.version)} is being released over ${versionName(release.stable)}`;
+    return `${names}: “Take it back” ends that`;
+  }
+  const now = versionName(active.version);
+  if (active.split) return `${served(active.version, active.split)}: “Activate ${now}” ends that`;
+  if (active.previous === null) return `no version served before ${now}`;
+  return `${versionName(active.previous)}, which served before, is no longer held: activate one that is ready`;
 }
 
 function size(bytes) {
