@@ -144,6 +144,16 @@ for_gateway = with_options("client", WHERE, AdminClient)  # of a function that t
 for_model = with_options("client", WHERE | {"model": Which}, AdminClient)  # which asks about that model
 
 
+def served(record: dict[str, Any]) -> str:
+    """The version of a swap or commit record in an answer, and those beside it with their percent of the requests."""
+    others = (record.get("split") or {}).get("shares", [])
+    if not others:
+        return f"version {record['version']}"
+    names = " and ".join(f"version {share['version']}" for share in others)
+    percents = " and ".join(f"{share['percent']:g} %" for share in others)
+    return f"{names} beside version {record['version']} ({percents} of the requests)"
+
+
 def percentages(active: dict[str, Any]) -> dict[int, float]:
     """By version, from the commit record in an answer; empty where no versions share the traffic."""
     shares = (active.get("split") or {}).get("shares", [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 from importlib.metadata import EntryPoint, entry_points, version
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from typer.core import TyperGroup
 
 # Where each command is, and what the list says of a group of them.
 OURS = {
+    "status": "server.cli.status",
     "doctor": "server.cli.commands",
     "up": "server.cli.commands",
     "instance": "server.cli.commands",
@@ -42,7 +42,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in OURS:
             group: Any = typer.main.get_command(importlib.import_module(OURS[cmd_name]).app)
-            return group.commands[cmd_name]
+            return getattr(group, "commands", {cmd_name: group})[cmd_name]  # an application of one command is that one
         if cmd_name in GROUPS:
             module, text = GROUPS[cmd_name]
             command = _named(cmd_name, importlib.import_module(module).app)
@@ -97,21 +97,3 @@ def hotswap(
     ] = False,
 ) -> None:
     """An LLM server whose weights can be replaced while it answers."""
-
-
-@app.command()
-def status(
-    state_dir: Annotated[Path | None, typer.Option(help="state directory of `up`")] = None,
-    name: Annotated[str | None, typer.Option(help="model name, if several run here")] = None,
-) -> None:
-    """Show the instances, the active version and the last swaps of a running server."""
-    from server.cli.admin import AdminClient
-    from server.cli.instances import show_instances, show_swaps
-    from server.up.paths import ServerInfo, default_state_dir
-
-    directory = state_dir or default_state_dir(name)
-    if (info := ServerInfo.read(directory)).state != "ready":
-        print(f"{info.model} is {info.state}: not every instance serves")
-    client = AdminClient(directory)
-    show_instances(client)
-    show_swaps(client)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from server.cli.admin import AdminClient, for_model, percentages
+from server.cli.admin import AdminClient, for_model, percentages, served
 from server.cli.output import console, table
 from server.errors import RequestFailed
 
@@ -108,15 +108,16 @@ def show_instances(client: AdminClient) -> None:
 def show_swaps(client: AdminClient) -> None:
     """Print the active version, the newest that could be swapped in, and the last swaps."""
     weights, out = client.call("GET", "/admin/weights"), console()
-    active = weights["active"]["version"] if weights["active"] is not None else None
-    newer = [v["version"] for v in weights["versions"] if v["state"] == "ready" and v["version"] > (active or 0)]
-    out.print(f"active: version {active}" if active is not None else "no version is active")
+    active = weights["active"]
+    known = {active["version"], *percentages(active)} if active is not None else {0}
+    newer = [v["version"] for v in weights["versions"] if v["state"] == "ready" and v["version"] > max(known)]
+    out.print(f"active: {served(active)}" if active is not None else "no version is active")
     if newer:
         out.print(f"published, and not active: {', '.join(map(str, sorted(newer)))}")
     for swap in client.call("GET", "/admin/swaps")["swaps"][:LAST]:
         took, ago = swap["ended_at"] - swap["opened_at"], time.time() - swap["ended_at"]
         why = f": {swap['reason']}" if swap["reason"] else ""
-        what = f"swap to version {swap['version']}, {swap['mode']}: {swap['outcome']}"
+        what = f"swap to {served(swap)}, {swap['mode']}: {swap['outcome']}"
         out.print(f"{what} in {took:.2f} s, {ago:.0f} s ago{why}")
 
 
@@ -141,7 +142,7 @@ def _state(row: dict[str, Any]) -> str:
     if row["draining"]:
         left_s = max(0.0, row["leaves_at"] - time.time()) if row.get("leaves_at") else None
         return "DRAINING" if left_s is None else f"DRAINING (leaves in {left_s:.0f} s)"
-    return str(row["state"]) if row["eligible"] else f"{row['state']} (not asked)"
+    return str(row["state"]) if row["eligible"] else f"{row['state']} (gets no requests)"
 
 
 def _eligible(client: AdminClient) -> set[str]:

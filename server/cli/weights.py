@@ -102,7 +102,12 @@ def _part(argument: str) -> tuple[str, str]:
 
 @app.command("list")
 @for_model
-def list_versions(client: AdminClient, bucket: BucketUrl = None, as_json: AsJson = False) -> None:
+def list_versions(
+    client: AdminClient,
+    bucket: BucketUrl = None,
+    retired: Annotated[bool, typer.Option("--all", help="also those that are no longer held")] = False,
+    as_json: AsJson = False,
+) -> None:
     """List the versions held."""
     if bucket is not None:
         show_versions(bucket, as_json=as_json)
@@ -114,7 +119,8 @@ def list_versions(client: AdminClient, bucket: BucketUrl = None, as_json: AsJson
     shown = table("version", "state", "active", "step", "GB", "published", "source")
     active = answer.get("active") or {}
     percents = percentages(active)
-    for v in answer["versions"]:
+    versions = [v for v in answer["versions"] if retired or v["state"] != "retired"]
+    for v in versions:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["created_at"]))
         mark = "active" if v["version"] == active.get("version") else ""
         mark += f" {percents[v['version']]:g} %" if v["version"] in percents else ""
@@ -122,6 +128,8 @@ def list_versions(client: AdminClient, bucket: BucketUrl = None, as_json: AsJson
         step, source = str(v["step"] or ""), v.get("source") or ""
         shown.add_row(str(v["version"]), v["state"], mark.strip(), step, size, made, source)
     console().print(shown)
+    if hidden := len(answer["versions"]) - len(versions):
+        console().print(f"and {hidden} retired: no longer held (--keep-versions), listed with --all")
 
 
 @app.command()
@@ -303,8 +311,10 @@ def show_swap(answer: dict[str, Any]) -> None:
         where = ", ".join(share["instances"])
         also = f", and {share['shadow']:g} % of the others repeated" if share.get("shadow") else ""
         console().print(f"version {share['version']} has {share['percent']:g} % of the requests{also}, on {where}")
+    shared, before = bool(shares), swap.get("previous")
+    about = ", with the other requests" if shared else f" (before: {before})" if before is not None else ""
     console().print(
-        f"version {swap['version']} is active (before: {swap.get('previous')}); "
+        f"version {swap['version']} is active{about}; "
         f"staged in {swap['prepare_ms']:.0f} ms, committed in {swap['commit_ms']:.1f} ms"
     )
     if swap.get("not_flipped"):

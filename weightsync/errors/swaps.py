@@ -68,4 +68,6 @@ class UnknownVersion(SwapError):
     def __init__(self, version: int, state: str | None) -> None:
         self.version, self.state = version, state
         what = "does not exist" if state is None else f"is {state}"
+        if state == "retired":
+            what += ", so its bytes are no longer held (`--keep-versions` says how many versions are)"
         super().__init__(f"version {version} {what}: list the versions and choose one that is ready")

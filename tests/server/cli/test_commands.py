@@ -295,6 +295,7 @@ def read(*words: str, **more: str) -> str:
 
 COMMANDS = {
     "--help": [],
+    "status --help": ["--state-dir", "--url", "--admin-key-file"],
     "instances list": [
         "gpu-host-17-8000-instance-0",
         "SERVING",
@@ -312,6 +313,7 @@ COMMANDS = {
 def test_it_imports_little_and_cuts_nothing_off(command: str, admin_url: str) -> None:
     said = read(*command.split(), HOTSWAP_ADMIN_URL=admin_url)
     assert [shown for shown in COMMANDS[command] if shown not in said] == [], said
+    assert "--install-completion" not in said
 
 
 def test_a_pipe_gets_whole_lines_with_text_as_it_is(admin_url: str) -> None:

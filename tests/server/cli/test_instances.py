@@ -70,7 +70,7 @@ async def test_list_drain_resume(gateway: RunningGateway) -> None:
         gateway.register(up, "right", state="STARTING")
         out = await run(gateway, "list")
         assert "left" in out
-        assert "STARTING (not asked)" in out
+        assert "STARTING (gets no requests)" in out
         assert "left gets no new requests\n" in await run(gateway, "drain", "left")
         wait_until(lambda: not gateway.gateway.default.fleet.serving)
         assert "DRAINING" in await run(gateway, "list")
@@ -135,23 +135,28 @@ async def test_status_shows_the_active_version_and_the_last_swaps(gateway: Runni
     for version in (1, 2, 3):
         ready = VersionRecord(version, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0)
         gateway.store.put(KEYS.version(version), ready.to_json())
-    gateway.store.put(KEYS.active, ActiveRecord(2, 1, 1, "s", 0.0).to_json())
+    split = SplitRecord((ShareRecord(1, 10.0),))
+    gateway.store.put(KEYS.active, ActiveRecord(2, 1, 1, "s", 0.0, split=split).to_json())
     for number in range(4):
         past = PastSwapRecord(f"s{number}", number, "done", "rolling", number, number + 0.5)
         past = replace(past, outcome="aborted", reason="has NaN") if number == 1 else past
+        past = replace(past, split=split) if number == 2 else past
         gateway.store.put(KEYS.past_swap(number), past.to_json())
     url = f"http://127.0.0.1:{gateway.admin_port}"
     ServerInfo(url, url, "toy", "", "/dev/null", 1).write(tmp_path)
     done = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--state-dir", str(tmp_path)])
     assert done.exception is None
-    assert "active: version 2\npublished, and not active: 3\n" in done.output
+    shared = "version 1 beside version 2 (10 % of the requests)"
+    assert f"active: {shared}\npublished, and not active: 3\n" in done.output
     swaps = [line for line in done.output.splitlines() if line.startswith("swap ")]
     assert [line.partition(" s, ")[0] for line in swaps] == [
         "swap to version 3, rolling: done in 0.50",
-        "swap to version 2, rolling: done in 0.50",
+        f"swap to {shared}, rolling: done in 0.50",
         "swap to version 1, rolling: aborted in 0.50",
     ]
     assert swaps[2].endswith(" s ago: has NaN")
+    elsewhere = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--url", url], env={"COLUMNS": "200"})
+    assert f"active: {shared}" in elsewhere.output, "it needs no state directory"
 
 
 async def test_drain_waits_for_what_is_there(gateway: RunningGateway) -> None:

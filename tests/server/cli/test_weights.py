@@ -197,7 +197,7 @@ def test_a_split_is_shown_and_ended(state_dir: Path, monkeypatch: pytest.MonkeyP
     made = {"nbytes": 10, "created_at": 0.0, "step": None, "state": "ready"}
     listed = {
         "active": {"version": 3, "split": SPLIT},
-        "versions": [{"version": 3, **made}, {"version": 4, **made}, {"version": 5, **made}],
+        "versions": [{"version": 1, **made, "state": "retired"}, *({"version": v, **made} for v in (3, 4, 5))],
     }
 
     def call(_: AdminClient, *what: Any) -> dict[str, Any]:
@@ -210,8 +210,13 @@ def test_a_split_is_shown_and_ended(state_dir: Path, monkeypatch: pytest.MonkeyP
     found = {row[0]: row[1:5] for row in rows if row[:1] in (["3"], ["4"], ["5"])}
     assert (found["3"][:4], found["4"][:3]) == (["ready", "active", "90", "%"], ["ready", "10", "%"])
     assert "%" not in found["5"]
+    assert " ".join(rows[-1]) == "and 1 retired: no longer held (--keep-versions), listed with --all"
+    listing = run("list", "--all", "--state-dir", state_dir)[1].splitlines()
+    assert any(line.split()[:2] == ["1", "retired"] for line in listing)
+    assert "--all" not in listing[-1]
     said = run("split", "3=90", "4=10", "--state-dir", state_dir)[1]
     assert "version 4 has 10 % of the requests, on i1, i2" in said
+    assert "version 3 is active, with the other requests; staged in 1 ms" in said
     run("split", "--end", "--state-dir", state_dir)
     assert asked.pop() == ("DELETE", "/admin/weights/split", None, None)
     for wrong in ((), ("3=90", "4=10", "--end"), ("3", "4=10"), ("3=90", "x=10"), ("3=50", "3=50")):
