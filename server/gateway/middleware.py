@@ -11,7 +11,7 @@ from fastapi import Response
 
 from server.errors import HttpError, NotFound
 from server.gateway.access.roles import needed
-from server.gateway.console.routes import is_open
+from server.gateway.console.routes import PREFIX, is_open
 from server.gateway.observe.stats import Finished
 from server.gateway.routes import elsewhere, find
 
@@ -129,6 +129,8 @@ async def _check(scope: Scope) -> None:
     state = scope["state"]
     if not state["admin_port"]:
         raise NotFound(elsewhere(scope["path"], admin_port=False))
+    if scope["path"] == "/":  # a browser that has the address alone sends no key
+        raise NotFound(f"There is nothing at /. The console is at {PREFIX}.")
     role = needed(scope["method"], scope["path"])
     state["principal"] = await state["gateway"].access.authorize(state["key"], role)
 

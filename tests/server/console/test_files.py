@@ -50,6 +50,12 @@ async def test_the_page_needs_no_key_and_comes_with_a_strict_policy(gateway: Run
     assert (b"Admin key" in answer.body) == admin
 
 
+async def test_the_admin_port_says_where_the_page_is(gateway: RunningGateway) -> None:
+    answer = await gateway.ask(get("/"), admin=True)
+    assert (answer.status, code_of(answer)) == (404, "not_found")
+    assert b"The console is at /console." in answer.body
+
+
 @pytest.mark.parametrize("name", NAMES)
 async def test_the_admin_port_has_every_file_and_the_public_port_the_chats(gateway: RunningGateway, name: str) -> None:
     answer = await gateway.ask(get(f"/console/{name}"), admin=True)
