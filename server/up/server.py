@@ -284,7 +284,7 @@ class Server:
             self._fork_server.stop()
             self._fork_server = None
         if copying:
-            say("waiting for the copies on disk; killed now, the next start goes on from shared memory")
+            say("waiting for the copies on disk; after a kill, the next start goes on from shared memory")
         for child in copying:
             child.stop(PERSIST_S)
         if self.children and self.state.claimed:

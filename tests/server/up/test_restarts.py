@@ -29,6 +29,7 @@ def test_a_stop_copies_to_disk_and_gives_the_memory_back(server: Up, shm: Path) 
     server.start()
     assert server.served() == (1, 1.0)
     server.stop()
+    assert server.told[0].startswith("waiting for the copies on disk; after a kill, the next start goes on")
     assert list(shm.iterdir()) == []
     server.start()
     assert server.trained(2.0) == 2
