@@ -199,6 +199,14 @@ def prefixes(json: Json = None) -> None:
 
 
 @app.command()
+def sessions(json: Json = None, small: Small = False) -> None:
+    """Conversations with a swap after every turn, with and without the KV cache of the versions before."""
+    from loadtest.swaps.sessions import run
+
+    run(json, small=small)
+
+
+@app.command()
 def stores(json: Json = None) -> None:
     """Latency of the SQLite store and of etcd."""
     from loadtest.scale.store_latency import run

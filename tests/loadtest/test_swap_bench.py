@@ -4,6 +4,7 @@ saw, the Service, answers as clients read them, and the chart's times."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import subprocess
@@ -25,7 +26,9 @@ from loadtest.measure.pairs import Checkout, Ratio
 from loadtest.serving import restarts
 from loadtest.serving.restarts import PHASES, TARGET_S, Found
 from loadtest.swaps import against as swaps
+from loadtest.swaps import sessions
 from loadtest.swaps.rollback import evidence_at, policy
+from loadtest.swaps.sessions import Turns
 from loadtest.swaps.stall import Windows, cpu_ms_per_token, stall_ms
 from loadtest.training.rl_step import against as steps
 from loadtest.upgrade import bench, clients, releases
@@ -300,3 +303,29 @@ def test_only_a_rolling_swap_may_be_refused_between_two_releases(monkeypatch: py
     assert releases.failures(releases._summed_up(seen, two, time.monotonic())) == 2
     lost = seen | {"tally": vars(Seen().tally) | {"failed": 3}}
     assert releases.failures(releases._summed_up(lost, one, time.monotonic())) == 3
+
+
+# conversations
+
+
+def test_the_divergence_of_what_was_sampled() -> None:
+    """k1 is the mean of log p - log q, and k3 of q / p - 1 - log (q / p); neither is of the first turn."""
+    of = Turns(queried=100, found=25, first_token_s=[0.1, 0.4, 0.2], differences=[0.0, math.log(0.5)], versions=2)
+    figures = of.figures()
+    assert figures["computed_tokens"] == 75
+    assert (figures["first_token_median_s"], figures["first_token_longest_s"]) == (0.2, 0.4)
+    assert figures["k1"] == pytest.approx(math.log(2) / 2, abs=1e-6)
+    assert figures["k3"] == pytest.approx((math.log(2) - 0.5) / 2, abs=1e-6)
+
+
+@pytest.mark.engine
+@pytest.mark.broad
+@pytest.mark.timeout(600)
+def test_sessions_compute_less_and_tell_which_versions_they_reuse() -> None:
+    found = sessions.run(None, small=True)["kv"]
+    assert found["version"]["computed_tokens"] == found["version"]["prompt_tokens"]
+    assert (found["version"]["k3"], found["version"]["versions_of_a_prompt"]) == (0.0, 1)
+    for way in ("session", "any"):
+        assert found[way]["computed_tokens"] < found["version"]["computed_tokens"] / 2
+        assert found[way]["versions_of_a_prompt"] == 3
+        assert found[way]["k3"] > 0
