@@ -73,7 +73,7 @@ function swapTo(swap) {
   return served(swap.version, swap.split);
 }
 
-// What served before: `previous` does not tell it of a split, which the active version has outlasted.
+// The version that served before: `previous` does not tell it of a split, which the active version has outlasted.
 function before(swap) {
   if (swap.older) return swapTo(swap.older);
   return swap.previous === null ? "–" : versionName(swap.previous);

@@ -24,7 +24,7 @@ export function shares(active) {
   return new Map(others.length ? [[active.version, rest], ...others] : []);
 }
 
-// What serves: a version, or others beside it with what each has of the requests.
+// The version that serves, or others beside it with what each has of the requests.
 export function served(version, split) {
   const others = split?.shares ?? [];
   if (!others.length) return versionName(version);
