@@ -2,6 +2,9 @@
 
 vLLM declares what its routes take, but not what most of them answer, and nothing of what is added here. The gateway
 shows the public part of this document on its port (server/gateway/openapi.py).
+
+`GET /hotswap/config` has those settings of vLLM's that the gateway tells on its admin port (`GET /server_info`). vLLM's
+own route of that name would tell the environment too.
 """
 
 from __future__ import annotations
@@ -22,6 +25,11 @@ from .generate import GenerateRequest
 
 PROTOCOL = "vllm.entrypoints."
 ANSWERS = {route.at_instance: route.answer for route in api.ROUTES if route.answer is not None}
+SETTINGS = {  # parts of VllmConfig, and what is told of them
+    "model_config": ("dtype", "logprobs_mode", "max_logprobs", "max_model_len"),
+    "lora_config": ("max_lora_rank", "max_loras"),  # None: vLLM was started without --enable-lora
+    "parallel_config": ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"),
+}
 STREAMS = frozenset(route.path for route in api.ROUTES if route.stream)
 # Where `weight_versions` and `prompt_weight_versions` stand in whole answers (provenance.py).
 ANNOTATED = (
@@ -95,6 +103,15 @@ router = APIRouter(include_in_schema=False)
 async def openapi(request: Request) -> Response:
     """The document; half a second's work, once, and on a thread so that streams go on."""
     return Response(await asyncio.to_thread(_document_bytes, request.app), media_type="application/json")
+
+
+@router.get("/hotswap/config")
+async def config(request: Request) -> Response:
+    """SETTINGS of the engine, as vLLM's `GET /server_info?config_format=json` has them: dtypes are text."""
+    whole = request.app.state.vllm_config
+    parts = {part: getattr(whole, part) for part in SETTINGS}
+    told = {p: found and {name: getattr(found, name) for name in SETTINGS[p]} for p, found in parts.items()}
+    return Response(orjson.dumps(told, default=str), media_type="application/json")
 
 
 @lru_cache(maxsize=1)

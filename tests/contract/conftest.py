@@ -29,6 +29,11 @@ from weightsync import ensure_arena
 
 __all__ = ["arena"]  # the fixture is used by name
 HERE = Path(__file__).parent
+CONFIG: dict[str, Any] = {  # of the instance
+    "model_config": {"dtype": "torch.bfloat16", "logprobs_mode": "raw_logprobs", "max_model_len": 128},
+    "lora_config": None,
+    "parallel_config": {"data_parallel_size": 1},
+}
 BUCKET = save({"a": np.ones((4, 4), np.float32), "b": np.ones(8, np.float32)})  # all tensors of the model
 PROMPT = [5, 6, 7]  # the token ids of every prompt
 REFUSALS = (RuntimeError, requests.HTTPError, aiohttp.ClientResponseError)
@@ -89,6 +94,9 @@ class Served:
 
 async def answer(link: Link, received: Received) -> None:
     """As an instance does, in one word. `/generate` takes what an instance takes, and `/classify` vLLM's field."""
+    if received.target == "/hotswap/config":
+        await link.json(orjson.dumps(CONFIG))
+        return
     try:
         if received.target == "/generate":
             parse(received.body)

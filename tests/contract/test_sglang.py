@@ -64,7 +64,7 @@ ENDPOINT = [  # each method, what it is given, and the status of the answer
     ("get_model_name", (), 200),
     ("get_chat_template", (), 200),
     ("flush_cache", (), 200),
-    gap("get_server_info", (), reason="GET /server_info is refused here"),
+    ("get_server_info", (), 200),
     gap("start_profile", (), reason="engines are not profiled from outside"),
     gap("stop_profile", (), reason="engines are not profiled from outside"),
     gap("concatenate_and_append", ([], ""), reason="SGLang's own server has no such route any more"),
@@ -101,6 +101,7 @@ def test_the_adapter_of_the_engine(adapter: Any, name: str, given: tuple[Any, ..
 
 
 def test_what_the_clients_read_of_answers(endpoint: Any, adapter: Any) -> None:
+    assert endpoint.get_server_info()["served_model_name"] == MODEL
     assert endpoint.generate(TEXT, PARAMS)[0] == "4"
     assert [(text, meta["weight_version"]) for text, meta in endpoint.generate_stream(TEXT, PARAMS)] == [("4", "1")]
     told = endpoint.select(TEXT, ["7", "8"], 0.0, chosen)

@@ -14,11 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
+from server.instance import openapi
 from tests.contract import stubs
-from tests.contract.conftest import Served, calls, check, gap
+from tests.contract.conftest import CONFIG, Served, calls
 from tests.contract.release import installed
 from tests.live import LiveServer
 from tests.server.gateway.admin.test_admin import checkpoint
@@ -27,7 +29,6 @@ from weightsync import Adapter, Publisher, SlotReader
 from weightsync.adapters.trl import CLIENT, PublishCallback, _Client, use
 from weightsync.errors import PublishError, ShapeMismatch
 
-INFO = "GET /server_info is refused here: it tells of an NCCL group"
 ASYNCHRONOUS = [f"trl.experimental.{name}.vllm_client" for name in ("async_grpo", "async_distillation")]
 TOKENS = 4
 
@@ -57,8 +58,10 @@ def test_it_generates_and_scores(client: Any, live: LiveServer) -> None:
 def test_it_reads_the_server_and_posts_its_verbs(client: Any) -> None:
     assert client.get_world_size() == 1
     client.reset_prefix_cache()
-    with pytest.raises(Exception, match="RemotePublisher") as refused:
+    with pytest.raises(RuntimeError, match="no weight-transfer engine"):  # before it waits for a group
         client.init_communicator("cpu")
+    with pytest.raises(Exception, match="RemotePublisher") as refused:
+        client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {"world_size": 2}})
     assert "hotswap weights push" in str(refused.value)
 
 
@@ -72,9 +75,13 @@ def test_tokens_in_and_out_and_rendering_answer_there_too(client: Any, live: Liv
 
 
 @pytest.mark.engine
-@pytest.mark.xfail(strict=True, raises=Exception, reason=INFO)
-def test_it_reads_how_logprobs_are_computed(client: Any) -> None:
-    assert client.get_server_info()["model_config"]["logprobs_mode"]
+def test_it_reads_the_settings_of_the_engine(client: Any, live: LiveServer) -> None:
+    told = client.get_server_info()
+    model, (listed,) = told["model_config"], httpx.get(f"{live.url}/v1/models").json()["data"]
+    assert (model["logprobs_mode"], model["max_logprobs"], model["dtype"]) == ("raw_logprobs", 20, "torch.bfloat16")
+    assert (model["served_model_name"], model["max_model_len"]) == (live.name, listed["max_model_len"])
+    assert told["parallel_config"] == dict.fromkeys(openapi.SETTINGS["parallel_config"], 1)
+    assert told["lora_config"] is None  # it runs without --enable-lora
 
 
 @pytest.mark.engine
@@ -255,6 +262,10 @@ def test_an_asynchronous_trainer_swaps_weights(asynchronous: Any, served: Served
     client, before = asynchronous, served.toy.committed[-1]
     client.wait_for_server_ready()
     assert (client.get_max_model_len(), client.get_world_size()) == (128, 1)
+    told = client.get_server_info()
+    assert (told["lora_config"], told["parallel_config"]["data_parallel_size"]) == (None, 1)  # select_adapter_sync's
+    if "get_dtype" in calls(type(client)):
+        assert client.get_dtype() == told["model_config"]["dtype"] == CONFIG["model_config"]["dtype"]
     client.init_weight_transfer_engine({})
     client.pause()
     client.start_weight_update()
@@ -276,13 +287,3 @@ def test_an_asynchronous_trainer_swaps_weights(asynchronous: Any, served: Served
         "load_lora_adapter",
     }
     assert calls(type(client)) - {"get_dtype"} == phases | rest | {"get_server_info"}
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "status"),
-    [gap("get_server_info", (), reason=INFO)],
-)
-def test_what_an_asynchronous_trainer_asks_besides(
-    asynchronous: Any, name: str, given: tuple[str, ...], status: int
-) -> None:
-    check(asynchronous, name, given, status)

@@ -78,6 +78,15 @@ def test_every_imported_name(vllm: Sources) -> None:
     assert not [name for name in sorted(names) if not vllm.has(name)]
 
 
+def test_settings_that_clients_ask_for(vllm: Sources) -> None:
+    """Which `/hotswap/config` of an instance tells."""
+    kinds = {"model_config": "ModelConfig", "lora_config": "LoRAConfig", "parallel_config": "ParallelConfig"}
+    for part, names in openapi.SETTINGS.items():
+        kind = f"vllm.config.{part.removesuffix('_config')}:{kinds[part]}"
+        assert set(names) <= vllm.attributes(kind)
+    has(vllm, "vllm.config.vllm:VllmConfig", *(f"    {part}: " for part in kinds))
+
+
 def test_loading_and_processing(vllm: Sources) -> None:
     """What processing.py, placement.py and loader.py call or imitate."""
     loader, layers = "vllm.model_executor.model_loader", "vllm.model_executor.layers"

@@ -7,17 +7,22 @@
     v1/load_lora_adapter, v1/unload_lora_adapter   publish an adapter, or a version without it, and swap it in;
                                                    skyrl/v1/load_lora_adapter is SkyRL's name of the first
 
+    server_info           those settings of the instances that clients read; a NCCL group is refused where it is formed
+
 Nothing a trainer does between start and finish touches an engine, so it need not pause.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import asyncio
+from typing import Annotated, Any, Literal, TypedDict
 
+import msgspec
 from fastapi import APIRouter, Body, Query
 from fastapi.responses import PlainTextResponse
 
-from server.errors import BadRequest, Conflict, HttpError
+from server.errors import BadRequest, Conflict, HttpError, Unavailable
+from server.gateway.admin.adapters_sglang import model_info
 from server.gateway.admin.publishing import Publication, WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
     LoadAdapter,
@@ -34,12 +39,15 @@ from server.gateway.admin.trainers import (
 )
 from server.gateway.admin.weights import model_schema
 from server.gateway.deps import ByDep, ModelDep
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.scrape import fetch
 from server.gateway.models.model import Model
 
 router = APIRouter(tags=["vllm"])
 
 FAMILY = "vllm"
 FREEZING = ("keep",)
+TIMEOUT_S = 2.0  # for an instance to tell its settings
 _GROUP_FIELDS = frozenset({"master_address", "master_port", "rank_offset", "world_size"})
 _TENSOR_FIELDS = frozenset({"names", "dtype_names", "shapes", "num_updates_list"})
 _PICKLES = frozenset({"ipc_handles", "ipc_handles_pickled"})
@@ -166,6 +174,32 @@ async def world_size(model: ModelDep, include_dp: Annotated[bool, Query()] = Tru
     return {"world_size": max(1, len(model.fleet.instances)) if include_dp else 1}
 
 
+@router.get("/server_info")
+async def server_info(
+    model: ModelDep, config_format: Annotated[Literal["text", "json"], Query()] = "text"
+) -> dict[str, Any]:
+    """The served model in SGLang's words, and in `vllm_config` the settings that all its instances have: a text, or an
+    object with `config_format=json`. Raises Unavailable when none tells them, Conflict when they differ."""
+    about = await model_info(model)
+    del about["is_generation"]  # which SGLang tells on /model_info alone
+    serving = list(model.fleet.serving)
+    found = zip(serving, await asyncio.gather(*map(_settings, serving)), strict=True)
+    told = {instance.id: settings for instance, settings in found if settings is not None}
+    if not told:
+        raise Unavailable("No instance tells its settings; try again.", code="not_answering")
+    config, *others = told.values()
+    if any(other != config for other in others):
+        raise Conflict(
+            f"The instances of {model.name} have different settings; start all with the same options of vLLM.",
+            code="instances_differ",
+            details={"instances": told},
+        )
+    names = {"model": about["model_path"], "tokenizer": about["tokenizer_path"], "served_model_name": model.name}
+    # TRL's init_communicator ends at this null. Else it would wait for a group that no instance joins.
+    whole = {**config, "model_config": names | config["model_config"], "weight_transfer_config": None}
+    return about | {"vllm_config": whole if config_format == "json" else str(whole)}
+
+
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache() -> dict[str, bool]:
     """Nothing to do: no request reads a block that other weights than its own computed."""
@@ -173,9 +207,25 @@ async def reset_prefix_cache() -> dict[str, bool]:
 
 
 refuse(router, "draft_unsupported", "start_draft_weight_update")
-refuse(router, "nccl_unsupported", "server_info", methods=("GET",))  # where trainers look for the group first
 refuse(router, "abort_unsupported", "abort_requests")
 refuse(router, "collective_rpc_unsupported", "collective_rpc")
+
+
+class Settings(TypedDict):
+    """The settings that an instance tells of its engine (server/instance/openapi.py)."""
+
+    model_config: dict[str, Any]
+    lora_config: dict[str, Any] | None
+    parallel_config: dict[str, Any]
+
+
+async def _settings(instance: Instance) -> Settings | None:
+    """None: it does not answer, or is of an older release."""
+    try:
+        status, body = await fetch(instance, b"/hotswap/config", TIMEOUT_S)
+        return msgspec.json.decode(body, type=Settings) if status == 200 else None
+    except (HttpError, TimeoutError, ValueError):
+        return None
 
 
 async def _collect(model: Model, draft: WeightUpdate, info: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
 MODEL = "toy"
+CONFIG = b'{"model_config": {}, "lora_config": null, "parallel_config": {}}'  # an instance's answer at /hotswap/config
 ADMIN_KEY = "admin-key-for-the-tests"
 ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 KEYS = Keys(MODEL)

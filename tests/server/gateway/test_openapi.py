@@ -13,7 +13,7 @@ from server.gateway import UpstreamSettings
 from server.gateway.openapi import PATH
 from server.gateway.routes import public_names
 from tests.schemathesis.run import schemathesis
-from tests.server.gateway.harness import ADMIN, RunningGateway, get, request, running_gateway
+from tests.server.gateway.harness import ADMIN, CONFIG, RunningGateway, get, request, running_gateway
 from tests.server.gateway.upstream import Link, Received, answering
 
 COMPLETION = {
@@ -46,8 +46,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
 
 
 async def tell(link: Link, received: Received) -> None:
-    """An instance that has a document and is well."""
-    await link.json(orjson.dumps(TOLD) if received.target == PATH.decode() else b"{}")
+    """An instance that has a document and settings, and is well."""
+    await link.json(orjson.dumps(TOLD) if received.target == PATH.decode() else CONFIG)
 
 
 async def document(gateway: RunningGateway) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from server.gateway.config import NamedSettings
 from server.gateway.middleware import is_public
 from server.gateway.release.policy import Policy
 from tests.server.gateway.admin.test_admin import SETTINGS, checkpoint
-from tests.server.gateway.harness import ADMIN, KEYS, RunningGateway, ask, new_key, request, running_gateway
-from tests.server.gateway.upstream import Received, upstream
+from tests.server.gateway.harness import ADMIN, CONFIG, KEYS, RunningGateway, ask, new_key, request, running_gateway
+from tests.server.gateway.upstream import Received, answering, upstream
 from weightsync import ensure_arena
 from weightsync.control.records import VersionRecord
 
@@ -233,7 +233,7 @@ async def test_no_route_opens_what_a_request_names(
 ) -> None:
     _, key = await new_key(gateway, scopes=[role])
     reached = set()
-    async with gateway.instance() as instance, traps(tmp_path) as (canaries, watched, connections):
+    async with gateway.instance(answering(CONFIG)) as instance, traps(tmp_path) as (canaries, watched, connections):
         walk = Walk(canaries, usual)
         for method, path in (*walk.routes, *walk.forwarded):
             needed = roles.NEEDED.get(f"{method} {path}", roles.FORWARDED)
@@ -259,7 +259,7 @@ async def test_no_route_opens_what_a_request_names(
 @pytest.mark.parametrize("text", ["\xa0", "\0", "a/b", "a" * 600, ""], ids=["space", "null", "slash", "long", "empty"])
 async def test_no_text_is_a_fault_of_the_server(gateway: RunningGateway, usual: str, text: str) -> None:
     """A request with a text that fits nowhere gets what it asks for, or an error of the client's, from each route."""
-    async with gateway.instance():
+    async with gateway.instance(answering(CONFIG)):
         walk = Walk([text], usual)
         for method, path in walk.routes:
             for target, body in walk.requests(method, path):

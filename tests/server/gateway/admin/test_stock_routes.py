@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
 from server.gateway.access import roles
-from tests.server.gateway.harness import ADMIN, ADMIN_KEY, RunningGateway, get, post, request, running_gateway
-from tests.server.gateway.upstream import Link, Received
+from tests.server.gateway.harness import ADMIN, ADMIN_KEY, MODEL, RunningGateway, get, post, request, running_gateway
+from tests.server.gateway.upstream import Link, Received, answering
 
 API_KEY = "a-key-for-inference-only"
 INFER = f"Authorization: Bearer {API_KEY}\r\n"
@@ -95,10 +97,49 @@ async def test_what_is_not_served_says_where_to_ask(gateway: RunningGateway, pat
     assert (await gateway.ask(post("/v1/nowhere"), admin=True)).status == 401
 
 
-async def test_the_group_that_trainers_look_for_is_refused_before_they_join_it(gateway: RunningGateway) -> None:
-    answer = await gateway.ask(get("/server_info", ADMIN), admin=True)
-    assert answer.status == 501
-    assert b"weightsync.Publisher" in answer.body
+INFO = get("/server_info?config_format=json", ADMIN)
+
+
+def settings(mode: str) -> dict[str, Any]:
+    """As an instance tells them."""
+    return {"model_config": {"logprobs_mode": mode, "max_model_len": 128}, "lora_config": None, "parallel_config": {}}
+
+
+async def test_settings_are_those_that_all_instances_have(gateway: RunningGateway) -> None:
+    assert (await gateway.ask(INFO, admin=True)).refusal == (503, "no_instance")
+    alike = answering(orjson.dumps(settings("raw_logprobs")))
+    async with (
+        gateway.instance(alike, "a", model_dir="/models/toy") as asked,
+        gateway.instance(alike, "b", model_dir="/elsewhere/toy"),
+        gateway.instance(answering(b"{}", b"404 Not Found"), "older"),
+    ):
+        told = orjson.loads((await gateway.ask(INFO, admin=True)).body)
+        names = {"model": "/models/toy", "tokenizer": "/models/toy", "served_model_name": MODEL}
+        expected = settings("raw_logprobs") | {"weight_transfer_config": None}  # before they join a group
+        expected["model_config"] |= names
+        assert told["vllm_config"] == expected
+        sglang = {name: told[name] for name in ("model_path", "tokenizer_path", "served_model_name")}
+        assert list(sglang.values()) == list(names.values())
+        assert [received.target for received in asked.requests] == ["/hotswap/config"]
+        text = orjson.loads((await gateway.ask(get("/server_info", ADMIN), admin=True)).body)["vllm_config"]
+        assert "'logprobs_mode': 'raw_logprobs'" in text
+        answer = await gateway.ask(get("/server_info?config_format=xml", ADMIN), admin=True)
+        assert answer.refusal == (400, "invalid_parameter")
+    for name in ("a", "b", "older"):
+        gateway.unregister(name)
+
+
+async def test_settings_that_differ_or_are_unknown_are_not_told(gateway: RunningGateway) -> None:
+    for modes, refusal in ((["raw_logits", "raw_logprobs"], (409, "instances_differ")), ([], (503, "not_answering"))):
+        async with contextlib.AsyncExitStack() as stack:
+            for mode in modes:
+                await stack.enter_async_context(gateway.instance(answering(orjson.dumps(settings(mode))), mode))
+            await stack.enter_async_context(gateway.instance(answering(b"{}", b"404 Not Found"), "older"))
+            answer = await gateway.ask(INFO, admin=True)
+            assert answer.refusal == refusal
+            assert answer.error.get("instances", {}) == {mode: settings(mode) for mode in modes}
+        for name in (*modes, "older"):
+            gateway.unregister(name)
 
 
 NOWHERE = ("GET /admin", "GET /admin/nothing", "GET /%61dmin/weights", "GET /admin%2fweights")
