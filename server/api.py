@@ -108,7 +108,7 @@ ROUTES: Final[tuple[Forwarded, ...]] = (
         works="prefill", prompts="input", answer="pooling.pooling.protocol:PoolingResponse",
     ),
     Forwarded(
-        "POST", "/classify", "vLLM's classes of texts, where the model allows",
+        "POST", "/classify", "vLLM's classes of texts, where the model allows; in vLLM's form or SGLang's (below)",
         works="prefill", prompts="input", answer="pooling.classify.protocol:ClassificationResponse",
     ),
     *(

@@ -25,10 +25,10 @@ from server.gateway.fleet import affinity
 from server.gateway.fleet.routing import Need
 from server.gateway.models.directory import Directory
 from server.gateway.models.served import Served
-from server.gateway.routes import COMPLETIONS, GENERATE, Target, find
+from server.gateway.routes import CLASSIFY, COMPLETIONS, GENERATE, Target, find
 from server.gateway.wire.bodies import NONE, Fields, check_object, named, with_model
 from server.gateway.wire.head import Headers, RequestHead, head_too_large, read_head
-from server.gateway.wire.sglang import Wanted, is_sglang, translate
+from server.gateway.wire.sglang import Wanted, is_sglang, translate, translate_classify
 
 STREAMED: Final = b"/admin/weights/upload"
 MODELS: Final = b"/v1/models"
@@ -78,7 +78,7 @@ class Request:
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
     extra_head: bytes = b""  # header lines for the answer
-    sglang: Wanted | None = None  # it came in SGLang's form of /generate, and is answered so
+    sglang: Wanted | None = None  # it came in SGLang's form, and is answered so
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Request:
 
         Raises BadRequest if nobody could from the start."""
         able, refused = [], None
-        route = self.target.route if self.sglang is None else GENERATE.route
+        route = self.target.route if self.sglang is None or self.sglang.scores else GENERATE.route
         for served in self.served[count:]:
             try:
                 if served.upstream is not None:
@@ -219,6 +219,9 @@ class Admission:
             if target is GENERATE and is_sglang(fields):
                 target = COMPLETIONS
                 body, wanted = translate(body)
+                fields = check_object(body)
+            elif target is CLASSIFY and is_sglang(fields):
+                body, wanted = translate_classify(body)
                 fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""

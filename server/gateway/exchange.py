@@ -47,13 +47,12 @@ from server.gateway.wire.bodies import NONE, Usage, last_version
 from server.gateway.wire.capture import Capture
 from server.gateway.wire.head import upstream_head
 from server.gateway.wire.pool import UpstreamConnection
-from server.gateway.wire.relay import ResponseRelay
+from server.gateway.wire.relay import VERSION_HEADER, ResponseRelay
 from server.gateway.wire.sglang import Translation
 
 log: Final = logging.getLogger("hotswap.gateway")
 
 STALE_S: Final = 1.0  # after it was sent: a pooled connection that ends later was not closed already
-VERSION_HEADER: Final = b"x-hotswap-weight-version"
 
 
 class Exchange:

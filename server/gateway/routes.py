@@ -58,6 +58,7 @@ _ELSEWHERE: Final = {
     "/invocations": "POST the same body to the route of its kind, such as /v1/chat/completions.",
 }
 GENERATE: Final = _EXACT[b"/generate"][0]
+CLASSIFY: Final = _EXACT[b"/classify"][0]
 COMPLETIONS: Final = _EXACT[b"/v1/completions"][0]
 _RESPONSE_GET: Final = _BY_NAME["/v1/responses/{id}"]
 _RESPONSE_CANCEL: Final = _BY_NAME["/v1/responses/{id}/cancel"]

@@ -111,7 +111,7 @@ async def answer(link: Link, received: Received) -> None:
     choices = [choice(asked, i) | message for i in range(_prompts(asked) * asked.get("n", 1))]
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     whole = {"id": "1", "object": "", "created": 1, "model": MODEL, "choices": choices, "usage": usage}
-    whole |= {"data": [{"id": MODEL, "max_model_len": 128}], "weight_version": 1}
+    whole |= {"data": [{"id": MODEL, "max_model_len": 128, "probs": [-0.5]}], "weight_version": 1}
     if asked.get("stream") and received.target == "/v1/completions":
         await link.sse_head()
         await link.chunk(b"data: " + orjson.dumps(whole) + b"\n\n")

@@ -148,9 +148,18 @@ def test_fields_of_generate(types: Any) -> None:
         refused_by_name({"text": "a", "sampling_params": {name: {"a": 1}}}, f"sampling_params.{name}")
 
 
-def refused_by_name(body: dict[str, Any], name: str) -> None:
+def test_fields_of_classify() -> None:
+    """The same of what a reward model is asked."""
+    ours, struct = sglang.Prompted.__struct_fields__, Sources(RELEASE[1], unpacked(*RELEASE))
+    every = struct.attributes(f"{IO}:EmbeddingReqInput")
+    assert set(ours) - every == {"model", "hotswap"}
+    for name in every - set(ours):
+        refused_by_name({"text": "a", name: {"a": 1}}, name, sglang.translate_classify)
+
+
+def refused_by_name(body: dict[str, Any], name: str, translate: Any = sglang.translate) -> None:
     with pytest.raises(BadRequest) as refused:
-        sglang.translate(json.dumps(body).encode())
+        translate(json.dumps(body).encode())
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)
 
 

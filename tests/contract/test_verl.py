@@ -10,16 +10,16 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.contract import stubs
-from tests.contract.conftest import BUCKET, Served, calls, check, gap, named
+from tests.contract.conftest import BUCKET, PROMPT, Served, calls, check, gap, named
 from tests.packages import unpacked
 from tests.server.gateway.harness import ADMIN_KEY, MODEL
 
 RELEASE = ("verl", "0.9.1")
 CLIENT = "verl.workers.rollout.sglang_rollout.http_server_engine"
-REWARDS = "POST /classify has vLLM's form, not SGLang's `text`"
 LORA = "an adapter comes as a directory, by POST /load_lora_adapter; here it is pickled tensors"
 SAFETENSORS = SimpleNamespace(serialized_named_tensors=[BUCKET], load_format="safetensors", flush_cache=False)
 PICKLES = SimpleNamespace(serialized_named_tensors=[b"pickle"], load_format=None, flush_cache=True)
@@ -32,14 +32,14 @@ CALLS = [  # each method, what it is given, and the status of the answer
     ("resume_memory_occupation", (["weights"],), 501),
     ("abort_request", ("", True), 501),
     ("generate", ("3+4=", {"max_new_tokens": 1}), 200),
-    gap("reward_score", ("3+4=",), reason=REWARDS),
+    ("reward_score", ("3+4=",), 200),
 ]
 ASYNC_ONLY = [
     ("available_models", (), 200),
     gap("load_lora_adapter_from_tensor", (ADAPTER,), reason=LORA),
     ("unload_lora_adapter", ("verl",), 422),  # there is none of this name
     ("async_generate", ("3+4=", {"max_new_tokens": 1}), 200),
-    gap("async_reward_score", ("3+4=",), reason=REWARDS),
+    ("async_reward_score", ("3+4=",), 200),
 ]
 
 
@@ -79,6 +79,13 @@ def test_what_it_sends_is_swapped_in(blocking: Any, other: Any, served: Served) 
     assert asyncio.run(other.update_weights_from_tensor(SAFETENSORS))["weight_version"] == str(before + 2)
     assert served.toy.committed[-2:] == [before + 1, before + 2]
     assert asyncio.run(other.available_models())["data"][0]["id"] == MODEL
+
+
+def test_a_score_is_what_the_model_says_without_activation(blocking: Any, served: Served) -> None:
+    one, several = blocking.reward_score("3+4="), blocking.reward_score(input_ids=[PROMPT])
+    assert (one["embedding"], one["meta_info"]["prompt_tokens"], several) == ([-0.5], 1, [several[0]])
+    asked = [orjson.loads(received.body) for received in served.asked[-2:]]
+    assert asked == [{"input": "3+4=", "use_activation": False}, {"input": [PROMPT], "use_activation": False}]
 
 
 def test_every_call_of_the_clients_is_here(client: Any) -> None:

@@ -79,12 +79,13 @@ def test_every_imported_name(vllm: Sources) -> None:
 
 
 def test_settings_that_clients_ask_for(vllm: Sources) -> None:
-    """Which `/hotswap/config` of an instance tells."""
+    """Which `/hotswap/config` of an instance tells; and what SGLang's form of /classify asks for (wire/sglang.py)."""
     kinds = {"model_config": "ModelConfig", "lora_config": "LoRAConfig", "parallel_config": "ParallelConfig"}
     for part, names in openapi.SETTINGS.items():
         kind = f"vllm.config.{part.removesuffix('_config')}:{kinds[part]}"
         assert set(names) <= vllm.attributes(kind)
     has(vllm, "vllm.config.vllm:VllmConfig", *(f"    {part}: " for part in kinds))
+    assert "use_activation" in vllm.attributes("vllm.entrypoints.pooling.base.protocol:ClassifyRequestMixin")
 
 
 def test_loading_and_processing(vllm: Sources) -> None:

@@ -26,6 +26,7 @@ from server.gateway.wire.sglang import Translation
 from server.resume import RESUMABLE, RESUMED
 
 MAX_HEAD: Final = 64 * 2**10
+VERSION_HEADER: Final = b"x-hotswap-weight-version"
 _HOP_BY_HOP: Final = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
@@ -306,6 +307,7 @@ class ResponseRelay:
         self.sglang = self.sglang if status == 200 else None
         if self.sglang is not None:
             dropped = dropped | {b"content-length"}  # of the other form
+            self.sglang.version = self.header(VERSION_HEADER)
         if foreign is None:
             lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] not in _OURS]
         else:

@@ -8,6 +8,10 @@ Limits, queue, routing, failover, the answer log and the metrics see the request
 client gets its own form: one object, a list of them for a list of prompts or `n` above 1, or a stream of events of
 which each has all that its answer has so far.
 
+SGLang's form of POST /classify becomes vLLM's:
+
+    text or input_ids, one or a list       input                embedding     data[].probs, without activation
+
 Fields that have no meaning here are refused by name. They are accepted where they ask for nothing, such as null, for
 clients send those too.
 """
@@ -74,11 +78,21 @@ class Sampling(msgspec.Struct):
     choice: list[str] | None = None
 
 
-class Asked(msgspec.Struct):
-    """The body. SGLang takes lists of settings too, one for each prompt; here they are the same for all."""
+class Prompted(msgspec.Struct):
+    """The body of /classify. SGLang takes lists of settings too, one for each prompt; here they are the same for
+    all."""
 
     text: msgspec.Raw = _UNSET
     input_ids: msgspec.Raw = _UNSET
+    rid: str | list[str] | None = None
+    lora_path: str | None = None
+    model: str | None = None  # of several that the gateway serves; SGLang serves one
+    hotswap: msgspec.Raw = _UNSET
+
+
+class Asked(Prompted):
+    """The body of /generate."""
+
     sampling_params: msgspec.Raw = _UNSET
     return_logprob: bool | None = None
     logprob_start_len: Start | None = None
@@ -87,17 +101,13 @@ class Asked(msgspec.Struct):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     stream: bool | None = None
-    rid: str | list[str] | None = None
-    lora_path: str | None = None
-    model: str | None = None  # of several that the gateway serves; SGLang serves one
-    hotswap: msgspec.Raw = _UNSET
 
 
 # Fields of SGLang's requests that are not answered, by what to do instead; all others: leave them out.
 _REMEDIES: Final = {
     name: remedy
     for remedy, names in {
-        "send images, sounds and films to /v1/chat/completions": (
+        "send images, sounds and films in `messages` to /v1/chat/completions, or to /classify in vLLM's form": (
             "image_data video_data audio_data modalities mm_hashes mm_content_hashes use_audio_in_video video_config "
             "images_config mm_processor_kwargs"
         ),
@@ -128,25 +138,27 @@ _GRAMMARS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The rest of a request, of which its answer is made. `listed`: the answer is a list; `nothing`: it has no token,
-    though the engine generates one. `inputs` is the first prompt token whose log-probability is told, -1 for none;
-    `tops`: so many of the likeliest tokens; `ids`: these tokens' too; `texts`: and the tokens as text."""
+    """The rest of a request, of which its answer is made. `listed`: the answer is a list; `scores`: it is of /classify;
+    `nothing`: it has no token, though the engine generates one. `inputs` is the first prompt token whose
+    log-probability is told, -1 for none; `tops`: so many of the likeliest tokens; `ids`: these tokens' too; `texts`:
+    and the tokens as text."""
 
     rid: str | list[str] | None
-    stream: bool
     listed: bool
-    n: int
-    nothing: bool
-    prompt_ids: bool
-    logprobs: bool
-    inputs: int
-    tops: int
-    ids: list[int]
-    texts: bool
+    scores: bool = False
+    stream: bool = False
+    n: int = 1
+    nothing: bool = False
+    prompt_ids: bool = False
+    logprobs: bool = False
+    inputs: int = -1
+    tops: int = 0
+    ids: Sequence[int] = ()
+    texts: bool = False
 
 
 def is_sglang(fields: Fields) -> bool:
-    """Whether a body of /generate has SGLang's form."""
+    """Whether a body of /generate or /classify has SGLang's form."""
     unset = msgspec.UNSET
     return fields.text is not unset or fields.input_ids is not unset or fields.sampling_params is not unset
 
@@ -158,24 +170,38 @@ def translate(body: bytes) -> tuple[bytes, Wanted]:
     if params != NULL and not params.startswith(b"{"):
         raise _invalid("sampling_params", "`sampling_params` must be one object, for all prompts; send that.")
     sampling = Sampling() if params == NULL else _read(params, Sampling, "sampling_params.")
-    prompt, several = _prompt(asked)
+    common, several = _common(asked, "prompt")
     n = sampling.n or 1
     wanted = Wanted(
         rid=asked.rid, stream=bool(asked.stream), listed=several or n > 1, n=n, nothing=not sampling.max_new_tokens,
         prompt_ids=bool(asked.return_prompt_token_ids), **_logprobs(asked),
     )  # fmt: skip
-    sent: dict[str, Any] = {"prompt": prompt, "stream": wanted.stream, "return_token_ids": True}
+    sent = common | {"stream": wanted.stream, "return_token_ids": True}
+    if wanted.logprobs:
+        sent |= {"logprobs": wanted.tops, "return_tokens_as_token_ids": not wanted.texts, "echo": wanted.inputs >= 0}
+    if wanted.ids:
+        sent["logprob_token_ids"] = wanted.ids
+    return msgspec.json.encode(sent | _completion(sampling)), wanted
+
+
+def translate_classify(body: bytes) -> tuple[bytes, Wanted]:
+    """The same for /classify. SGLang pools what the model's head says, without softmax or sigmoid."""
+    asked = _read(body, Prompted, "")
+    sent, several = _common(asked, "input")
+    return msgspec.json.encode(sent | {"use_activation": False}), Wanted(rid=asked.rid, listed=several, scores=True)
+
+
+def _common(asked: Prompted, field: str) -> tuple[dict[str, Any], bool]:
+    """The fields that both routes have, the prompt as `field`, and whether there is a list of prompts."""
+    prompt, several = _prompt(asked)
+    sent: dict[str, Any] = {field: prompt}
     if asked.lora_path and asked.model:
         raise _invalid("lora_path", "`lora_path` and `model` both name what answers; send one of them.")
     if asked.lora_path or asked.model:
         sent["model"] = asked.lora_path or asked.model
     if bytes(asked.hotswap) != NULL:
         sent["hotswap"] = asked.hotswap
-    if wanted.logprobs:
-        sent |= {"logprobs": wanted.tops, "return_tokens_as_token_ids": not wanted.texts, "echo": wanted.inputs >= 0}
-    if wanted.ids:
-        sent["logprob_token_ids"] = wanted.ids
-    return msgspec.json.encode(sent | _completion(sampling)), wanted
+    return sent, several
 
 
 def _completion(sampling: Sampling) -> dict[str, Any]:
@@ -190,7 +216,7 @@ def _completion(sampling: Sampling) -> dict[str, Any]:
     return sent | {"structured_outputs": grammars} if grammars else sent
 
 
-def _prompt(asked: Asked) -> tuple[msgspec.Raw, bool]:
+def _prompt(asked: Prompted) -> tuple[msgspec.Raw, bool]:
     """The prompt as it was sent, and whether it is a list of them."""
     sent = [name for name in _PROMPTS if bytes(getattr(asked, name)) != NULL]
     if len(sent) != 1:
@@ -205,7 +231,7 @@ def _prompt(asked: Asked) -> tuple[msgspec.Raw, bool]:
 def _logprobs(asked: Asked) -> dict[str, Any]:
     """The fields of Wanted about log-probabilities. They mean nothing without `return_logprob`, as in SGLang."""
     if not asked.return_logprob:
-        return {"logprobs": False, "inputs": -1, "tops": 0, "ids": [], "texts": False}
+        return {}
     ids, tops, texts = asked.token_ids_logprob or [], asked.top_logprobs_num or 0, bool(asked.return_text_in_logprobs)
     inputs = -1 if asked.logprob_start_len is None else asked.logprob_start_len
     if ids and (tops or inputs >= 0):
@@ -237,7 +263,7 @@ def _invalid(name: str, message: str) -> BadRequest:
 
 
 def _unsupported(name: str, remedy: str, where: str = "") -> BadRequest:
-    message = f"`{name}` is not supported in SGLang's form of /generate{where}: {remedy}."
+    message = f"`{name}` is not supported in SGLang's form of this route{where}: {remedy}."
     return BadRequest(message, code="unsupported_parameter", param=name)
 
 
@@ -268,6 +294,16 @@ class _Said(msgspec.Struct):
     resumed_at: list[int] | None = None
 
 
+class _Scored(msgspec.Struct):
+    probs: msgspec.Raw
+
+
+class _Classes(msgspec.Struct):
+    id: str
+    data: list[_Scored]
+    usage: dict[str, Any]
+
+
 class _Event(msgspec.Struct):
     id: str = ""
     choices: list[_Said] | None = None
@@ -276,6 +312,7 @@ class _Event(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Event).decode
+_decode_classes = msgspec.json.Decoder(_Classes).decode
 _decode_texts = msgspec.json.Decoder(list[str]).decode
 _decode_tops = msgspec.json.Decoder(list[dict[str, float] | None]).decode
 _encode = msgspec.json.Encoder().encode
@@ -407,7 +444,10 @@ def _spans(spans: list[Told]) -> list[dict[str, Any]]:
 
 
 class Translation:
-    """One answer of /v1/completions on its way out. `take` gets its body as it comes."""
+    """One answer of /v1/completions or /classify on its way out. `take` gets its body as it comes. `version`: of the
+    weights, as the answer's head has it."""
+
+    version = b""
 
     def __init__(self, wanted: Wanted, started: float) -> None:
         self._wanted, self._started = wanted, started
@@ -416,14 +456,14 @@ class Translation:
         self._id = ""
 
     def take(self, piece: bytes, *, ended: bool) -> bytes:
-        """The bytes of the body that go out now. Raises BadUpstream for what is no answer of /v1/completions."""
+        """The bytes of the body that go out now. Raises BadUpstream for what is no answer of the route."""
         self._held += piece
         try:
             if self._wanted.stream:
                 return self._events()
             return self._whole() if ended else b""
         except msgspec.MsgspecError as error:
-            raise BadUpstream(f"The instance's answer is no completion ({error}).") from error
+            raise BadUpstream(f"The instance's answer is not of its route ({error}).") from error
 
     def _events(self) -> bytes:
         """Of several events of one sample, the last one says all."""
@@ -443,11 +483,15 @@ class Translation:
         return b"data: %b\n\n" % _encode(told | {"index": index} if self._wanted.listed else told)
 
     def _whole(self) -> bytes:
-        found = _decode(bytes(self._held))
-        indexes = self._add(found)
-        if not indexes:
+        if self._wanted.scores:
+            classes = _decode_classes(bytes(self._held))
+            self._id = classes.id
+            told = [self._scored(index, each.probs, classes.usage) for index, each in enumerate(classes.data)]
+        else:
+            found = _decode(bytes(self._held))
+            told = [self._told(index, found.usage) for index in sorted(self._add(found) or ())]
+        if not told:
             raise BadUpstream("The instance's answer has no choices.")
-        told = [self._told(index, found.usage) for index in sorted(indexes)]
         return _encode(told if self._wanted.listed else told[0])
 
     def _add(self, event: _Event) -> list[int] | None:
@@ -460,11 +504,23 @@ class Translation:
             answer.add(said, event.weight_version)
         return [said.index for said in event.choices]
 
+    def _scored(self, index: int, scores: msgspec.Raw, usage: dict[str, Any]) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": self._name(index),
+            "finish_reason": {"type": "length", "length": 0},  # as SGLang says it
+            "weight_version": self.version.decode() or None,
+            "e2e_latency": time.monotonic() - self._started,
+        }
+        if not self._wanted.listed:  # vLLM counts all prompts together
+            meta["prompt_tokens"] = usage.get("prompt_tokens")
+        return {"embedding": scores, "meta_info": meta}
+
     def _told(self, index: int, usage: dict[str, Any] | None) -> dict[str, Any]:
+        return self._answers[index].told(self._name(index), self._started, usage or {})
+
+    def _name(self, index: int) -> str:
         rid = self._wanted.rid
         name, at = rid or self._id, index // self._wanted.n
         if isinstance(name, list):
-            name = name[at] if at < len(name) else self._id
-        elif self._wanted.listed:
-            name = f"{name}_{index}"
-        return self._answers[index].told(name, self._started, usage or {})
+            return name[at] if at < len(name) else self._id
+        return f"{name}_{index}" if self._wanted.listed else name

@@ -1,4 +1,4 @@
-"""SGLang's form of POST /generate: what each field becomes, what is refused, and what the client gets back.
+"""SGLang's form of POST /generate and /classify: what each field becomes, what is refused, and what clients get back.
 
 tests/contract/test_sglang.py compares the fields and the answers with SGLang's own types.
 """
@@ -354,9 +354,11 @@ async def serving(gateway: RunningGateway, *handlers: Handler) -> AsyncIterator[
         gateway.unregister(f"i{i}")
 
 
-async def ask(gateway: RunningGateway, handler: Handler, body: Any, headers: str = "") -> tuple[Answer, Any]:
+async def ask(
+    gateway: RunningGateway, handler: Handler, body: Any, headers: str = "", route: str = "/generate"
+) -> tuple[Answer, Any]:
     async with serving(gateway, handler) as (up,):
-        return await gateway.ask(post("/generate", body, headers)), up.requests
+        return await gateway.ask(post(route, body, headers)), up.requests
 
 
 async def test_a_request_goes_to_vllms_route_and_comes_back_in_its_own_form(gateway: RunningGateway) -> None:
@@ -372,6 +374,44 @@ async def test_a_request_goes_to_vllms_route_and_comes_back_in_its_own_form(gate
 async def test_own_form_is_left_alone(gateway: RunningGateway) -> None:
     answer, (received,) = await ask(gateway, answering(b'{"ok":true}'), b'{"prompt": "a"}')
     assert (received.target, received.body, answer.body) == ("/generate", b'{"prompt": "a"}', b'{"ok":true}')
+
+
+CLASSES: dict[str, Any] = {"id": "classify-1", "usage": {"prompt_tokens": 3}, "data": [
+    {"index": 0, "label": "good", "probs": [0.25, -1.5], "num_classes": 2},
+    {"index": 1, "label": "good", "probs": [2.0, -8.5], "num_classes": 2},
+]}  # fmt: skip
+
+
+async def classified(gateway: RunningGateway, body: Any, said: Any = CLASSES) -> tuple[Answer, Any]:
+    handler = answering(orjson.dumps(said), extra=b"x-hotswap-weight-version: 7\r\n")
+    return await ask(gateway, handler, body, route="/classify")
+
+
+async def test_scores_of_a_text_and_of_several(gateway: RunningGateway) -> None:
+    one = CLASSES | {"data": CLASSES["data"][:1]}
+    answer, (received,) = await classified(gateway, TEXT | {"rid": "r", "image_data": None}, one)
+    assert (received.target, orjson.loads(received.body)) == ("/classify", {"input": "3+4=", "use_activation": False})
+    told = orjson.loads(answer.body)
+    assert told["meta_info"].pop("e2e_latency") >= 0
+    ended = {"finish_reason": {"type": "length", "length": 0}, "weight_version": "7"}
+    assert told == {"embedding": [0.25, -1.5], "meta_info": {"id": "r", "prompt_tokens": 3} | ended}
+    answer, (received,) = await classified(gateway, {"input_ids": [[5], [6, 7]], "lora_path": "mine"})
+    assert orjson.loads(received.body) == {"input": [[5], [6, 7]], "model": "mine", "use_activation": False}
+    told = orjson.loads(answer.body)
+    assert [each["embedding"] for each in told] == [[0.25, -1.5], [2.0, -8.5]]
+    assert [each["meta_info"]["id"] for each in told] == ["classify-1_0", "classify-1_1"]
+    assert "prompt_tokens" not in told[0]["meta_info"], "vLLM counts those of all"
+
+
+async def test_scores_in_vllms_form_or_none(gateway: RunningGateway) -> None:
+    answer, (received,) = await classified(gateway, {"input": "a"})
+    assert (orjson.loads(answer.body), orjson.loads(received.body)) == (CLASSES, {"input": "a"})
+    bad: list[Any] = [[], CLASSES | {"data": []}, CLASSES | {"data": [{"label": "good"}]}]
+    for said in bad:
+        assert (await classified(gateway, TEXT, said))[0].refusal == (502, "bad_upstream")
+    for body, param in ((TEXT | {"dimensions": 2}, "dimensions"), (TEXT | {"image_data": "x"}, "image_data")):
+        answer, received = await ask(gateway, answering(), body, route="/classify")
+        assert (answer.refusal, answer.error["param"], received) == ((400, "unsupported_parameter"), param, [])
 
 
 async def test_a_refusal_never_reaches_an_instance(gateway: RunningGateway) -> None:

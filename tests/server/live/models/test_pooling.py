@@ -10,7 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+import transformers
 
+from loadtest.models.checkpoints import write_tokenizer
 from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.live import LiveServer
@@ -95,3 +97,25 @@ def test_embeddings_are_those_of_the_version_that_serves(tmp_path: Path) -> None
         for answer in answers:  # of one version or of the other, each vector as a whole
             closest = [max(pair) for pair in zip(*(alike(answer, each) for each in expected), strict=True)]
             assert min(closest) > CLOSE
+
+
+def test_scores_in_sglangs_form_are_those_of_the_head(tmp_path: Path) -> None:
+    """A reward model's, as transformers computes them, and not what vLLM makes probabilities of."""
+    base, path = make_kind(tmp_path / "base", "dense"), tmp_path / "scorer"
+    torch.manual_seed(0)  # of the head
+    model = transformers.Qwen2ForSequenceClassification.from_pretrained(
+        base, num_labels=2, pad_token_id=0, dtype=torch.float32
+    )
+    model.save_pretrained(path)
+    write_tokenizer(path, model.config.vocab_size)
+    with torch.no_grad():
+        expected = [model(torch.tensor([ids])).logits[0].tolist() for ids in INPUTS]
+    options = ("--max-model-len", "512", "--max-num-seqs", "8", "--runner", "pooling", "--dtype", "float32")
+    live = LiveServer(path, tmp_path / "state", options, name="scorer")
+    with live.running():
+        told = httpx.post(f"{live.url}/classify", json={"input_ids": INPUTS}, timeout=60).json()
+        plain = httpx.post(f"{live.url}/classify", json={"input": INPUTS}, timeout=60).json()["data"]
+    for scores, each, probabilities in zip(expected, told, plain, strict=True):
+        assert each["embedding"] == pytest.approx(scores, abs=1e-3)
+        assert each["meta_info"]["weight_version"] == "1"
+        assert probabilities["probs"] == pytest.approx(torch.tensor(scores).softmax(0).tolist(), abs=1e-3)
