@@ -60,8 +60,8 @@ class Begin(TrainerRequest):
 
 
 class Update(TrainerRequest):
-    """The fields of all updates. `flush_cache` and `torch_empty_cache` mean nothing here: no request reads blocks that
-    other weights computed."""
+    """The fields of all updates. `flush_cache` and `torch_empty_cache` mean nothing here: a request reads blocks that
+    other weights computed only where it asks for its session's (`kv`)."""
 
     load_format: str | None = None
     abort_all_requests: bool = False
@@ -212,7 +212,7 @@ async def proceed(model: ModelDep, _: Annotated[dict[str, Any] | None, Body()] =
 @router.get("/flush_cache", response_class=PlainTextResponse)
 @router.post("/flush_cache", response_class=PlainTextResponse)
 async def flush_cache() -> PlainTextResponse:
-    """Nothing to do: no request reads a block that other weights than its own computed."""
+    """Nothing to do: a request reads what other weights computed only where it asks for its session's (`kv`)."""
     return PlainTextResponse("Cache flushed: blocks belong to a weight version, and no other version reads them.\n")
 
 

@@ -202,7 +202,7 @@ async def server_info(
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache() -> dict[str, bool]:
-    """Nothing to do: no request reads a block that other weights than its own computed."""
+    """Nothing to do: a request reads what other weights computed only where it asks for its session's (`kv`)."""
     return {"success": True}
 
 
