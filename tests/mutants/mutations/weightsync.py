@@ -20,6 +20,13 @@ MUTATIONS: list[Mutation] = [
         ("                piece.withdraw()", "                pass"),
         ("                withdraw()\n", "                pass\n"),
     ]),
+    *of("weightsync/vllm_engine/engine_core/sessions.py", WS + "vllm_engine/engine_core/test_sessions.py", changes=[
+        ("found.append(mixed if mark else plain[block])", "found.append(plain[block])"),
+        ("for s in course.stretches if s.weights in weights)", "for s in course.stretches if not s.weights)"),
+        ("digest.update(repr(stretch[:2]).encode())", "digest.update(b'')"),
+        ("if not allows(wish, s.version)), None)", "if not s.weights), None)"),
+        ("del request.block_hashes[tokens // self._block_size :]", "del request.block_hashes[-1:]"),
+    ]),
     *of("weightsync/vllm_engine/engine_core/prefixes.py", WS + "vllm_engine/engine_core/test_prefixes.py", changes=[
         ("if known is not None and (key in self._held or known == block):", "if known is not None and known == block:"),
         ("            self._blocks.move_to_end(key)\n", ""),
