@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.control.chain import ARCHIVED, HEAD, PREFIX, ArchiveRecord, HeadRecord, LedgerEntry, entry_key, numbered
-from weightsync.errors import Conflict, LedgerUnavailable, RecordError, RecordRefused
+from weightsync.errors import Conflict, LedgerUnavailable, RecordError, record_refused
 from weightsync.store import MISSING, KeyValue, Store
 
 KEPT = 2000  # newest entries that stay in the store
@@ -133,7 +133,7 @@ def _next(last: HeadRecord, number: int, lines: list[bytes], held: Held) -> tupl
 def _parsed(anchor: str) -> HeadRecord:
     number, _, digest = anchor.partition(":")
     if not number.isdecimal() or len(digest) != 64:
-        raise RecordRefused("anchor", f"{anchor!r} is not NUMBER:DIGEST, as `hotswap ledger verify` prints it")
+        raise record_refused("anchor", f"{anchor!r} is not NUMBER:DIGEST, as `hotswap ledger verify` prints it")
     return HeadRecord(int(number), digest)
 
 

@@ -29,6 +29,7 @@ from server.gateway.observe.metrics import Counted
 from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from tests.trainer.algorithms.batches import Trial, groups
+from tests.weightsync.codes import refused
 from trainer.algorithms import build_algorithm
 from trainer.config import EnvironmentConfig, RewardConfig
 from trainer.config.algorithms import AlgorithmConfig
@@ -36,7 +37,6 @@ from trainer.config.strict import convert
 from trainer.environments import EnvironmentHost, Task
 from trainer.rewards import RewardRequest, build_scorer
 from weightsync import Publisher, SlotReader
-from weightsync.errors import TransferFailed
 from weightsync.peer.shelf import Regions
 from weightsync.publish.publisher import as_schema
 from weightsync.publish.spread import Gatherer
@@ -196,11 +196,11 @@ def test_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         region, first = base64.b64decode(offer["region"]), offer["strips"][0][0]
         link.read(into, region, [Piece(2, first + 4, 8)], 60.0)
         assert bytes(into.view)[2:] == np.arange(1, 3, dtype=np.float32).tobytes()
-        with pytest.raises(TransferFailed, match="beyond"):
+        with refused("transfer_failed", match="beyond"):
             link.read(into, region, [Piece(0, 0, 11)], 60.0)
         holder.kill()
         holder.wait()
-        with pytest.raises(TransferFailed):
+        with refused("transfer_failed"):
             link.read(into, region, [Piece(0, 0, 10)], 60.0)
 
 

@@ -43,14 +43,7 @@ from weightsync.bucket.carrier import Carrier, Outcome
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.hosts import local_path
 from weightsync.control.parts import BASE, Adapter, part_of
-from weightsync.errors import (
-    ArenaUnavailable,
-    BucketError,
-    QuantizationError,
-    StalePublisher,
-    UnknownModel,
-    WeightSyncError,
-)
+from weightsync.errors import ArenaError, BucketError, StalePublisher, UnknownModel, WeightSyncError
 from weightsync.format.manifest import Schema
 from weightsync.memory.arena import DEFAULT_ROOT
 from weightsync.store import SyncStore
@@ -273,12 +266,13 @@ class Scratch:
     """A store and slots that nobody else uses, in memory, until `close`."""
 
     def __init__(self) -> None:
-        """Raises ArenaUnavailable, StoreUnavailable."""
+        """Raises ArenaError, StoreUnavailable."""
         root = DEFAULT_ROOT
         try:
             self._directory = Path(tempfile.mkdtemp(prefix="hotswap-bucket-", dir=root))
         except OSError as error:
-            raise ArenaUnavailable(f"{root} cannot be written ({error.strerror}): mount a tmpfs there") from error
+            message = f"{root} cannot be written ({error.strerror}): mount a tmpfs there"
+            raise ArenaError(message, code="arena_unavailable") from error
         self.url = f"sqlite://{self._directory}/store.db"
         try:
             with contextlib.closing(SyncStore(self.url)) as store:
@@ -306,7 +300,7 @@ def quantizer_for(config: PublishConfig, served: Schema | None, exported: Schema
     wanted, form, problem = config.quantize, None, ""
     try:
         form = weightsync.Quantizer.like(served)
-    except QuantizationError as error:
+    except WeightSyncError as error:
         problem = str(error)
     if wanted is None:
         if form is not None:
@@ -335,7 +329,7 @@ def _checked(
     """The quantizer, if it makes what is served. Raises ConfigError."""
     try:
         schema = quantizer.schema(exported)
-    except QuantizationError as error:
+    except WeightSyncError as error:
         raise ConfigError("publish.quantize.group_size", str(error), "It must divide every matrix") from error
     if served is not None and (mismatches := weightsync.diff_schema(served, schema)):
         problem = f"{quantizer} does not make what {model} is served in, {form or 'which is not quantised'}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
     from weightsync.control.swap import CommitResult, StageResult
     from weightsync.control.trial import Probe, ProbeResult
-    from weightsync.errors import WeightSyncError
+    from weightsync.errors import PublishError, WeightSyncError
     from weightsync.format.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
     from weightsync.memory.arena import Arena
     from weightsync.memory.receiver import SlotReader
@@ -48,6 +48,7 @@ _HOME = {
     "Participant": "control.agent",
     "Probe": "control.trial",
     "ProbeResult": "control.trial",
+    "PublishError": "errors",
     "Publisher": "publish.publisher",
     "Quantizer": "publish.quantize",
     "RemotePublisher": "publish.remote",
@@ -85,6 +86,7 @@ __all__ = [
     "Participant",
     "Probe",
     "ProbeResult",
+    "PublishError",
     "Publisher",
     "Quantizer",
     "RemotePublisher",

@@ -36,13 +36,13 @@ import orjson
 from weightsync.control.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.control.records import VersionRecord
 from weightsync.errors import (
-    BadPart,
     CheckpointError,
-    DeltaBaseMismatch,
     DeltaError,
     ManifestError,
+    PublishError,
     SlotBusy,
     WeightSyncError,
+    unknown_base,
 )
 from weightsync.format import fingerprint
 from weightsync.memory.receiver import SlotReader
@@ -69,7 +69,7 @@ def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str, ont
     Parts that the version does not bring come from version `onto`, as in `Publisher.publish`.
 
     The publisher holds its lineage, so of two processes that were given one upload only the later can commit, and it
-    looks here first. Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and what `Publisher.begin_all` raises.
+    looks here first. Raises DeltaError, TensorError, and what `Publisher.begin_all` raises.
     """
     reader = DeltaReader(stream)
     header = reader.header
@@ -92,7 +92,7 @@ def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str, ont
 
 @contextlib.contextmanager
 def _base_slot(publisher: Publisher, header: DeltaHeader) -> Iterator[SlotReader | None]:
-    """The slot of the base, held against reuse for as long as it is read. Raises DeltaBaseMismatch."""
+    """The slot of the base, held against reuse for as long as it is read. Raises DeltaError."""
     wanted = header.base
     if wanted is None:
         yield None
@@ -103,14 +103,14 @@ def _base_slot(publisher: Publisher, header: DeltaHeader) -> Iterator[SlotReader
     ]  # whichever version carries it on
     if not same:
         found = next((v.manifest_digest for v in ready if v.version == wanted.version), None)
-        raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, found)
+        raise unknown_base(wanted.version, wanted.manifest_digest, found)
     path = local_slot(same[0], publisher.host, publisher.copies())
     if path is None:  # on other hosts only
-        raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, None)
+        raise unknown_base(wanted.version, wanted.manifest_digest, None)
     try:
         slot = SlotReader.open(path, manifest_digest=wanted.manifest_digest, populate=False)
     except (ManifestError, SlotBusy) as error:  # retired and reused since it was looked up
-        raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, None) from error
+        raise unknown_base(wanted.version, wanted.manifest_digest, None) from error
     with slot:
         yield slot
 
@@ -236,10 +236,10 @@ def opened_checkpoint(part: str, directory: Path, strip: str = "") -> tuple[Chec
         if adapter_config.exists() and not (directory / "config.json").exists():
             raise CheckpointError(str(directory), "holds an adapter: push it with --part lora/NAME")
         return checkpoint, {}
+    raw = read_inside(adapter_config, MAX_CONFIG)
     try:
-        config = orjson.loads(read_inside(adapter_config, MAX_CONFIG))
-        return checkpoint, Adapter((), config).metadata
-    except (orjson.JSONDecodeError, BadPart):
+        return checkpoint, Adapter((), orjson.loads(raw)).metadata
+    except (orjson.JSONDecodeError, PublishError):
         raise CheckpointError(
             str(directory), "its adapter_config.json is not a JSON object: save it with PEFT"
         ) from None
@@ -263,7 +263,7 @@ def push_delta(
     """Publish the version that `stream` holds (publish/delta.py); returns its number. `done` as in `push`, `onto` as in
     `publish_delta`.
 
-    Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and whatever `Publisher.begin` raises.
+    Raises DeltaError, TensorError, and whatever `Publisher.begin` raises.
     """
     done = {} if done is None else done
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}

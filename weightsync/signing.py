@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from weightsync.control.forms import differing, meaning
 from weightsync.control.parts import BASE, base_of
 from weightsync.control.records import PartRecord, VersionRecord
-from weightsync.errors import ConfigMismatch, SigningKeyError, VersionRefused
+from weightsync.errors import PublishError, SigningKeyError, version_refused
 from weightsync.memory.receiver import SlotReader
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
@@ -61,7 +61,7 @@ class Signer:
         self.key_id = key_id(key.public_key())
 
     def sign(self, model: str, part: str, sha256: str, config: str = "") -> str:
-        """The envelope, as JSON. `config`: the text of a config.json, "" without one. Raises ConfigMismatch."""
+        """The envelope, as JSON. `config`: the text of a config.json, "" without one. Raises PublishError."""
         statement = {
             "_type": STATEMENT,
             "subject": [{"name": _name(model, part), "digest": {"sha256": sha256}}],
@@ -101,7 +101,7 @@ class Trust:
     def check(self, model: str, record: VersionRecord, config: str | None = None) -> None:
         """Whether every part of the version, whose slots are local paths, is signed with one of the keys and has the
         bytes that were signed. Reads all of it. `config`: the text of the config.json that it is to run with, and that
-        must mean what was signed. Raises VersionRefused, ManifestError, SlotBusy."""
+        must mean what was signed. Raises PublishError, ManifestError, SlotBusy."""
         if not self._keys:
             return
         base = base_of(record)
@@ -112,20 +112,20 @@ class Trust:
     def _check(self, model: str, version: int, part: PartRecord, config: str | None) -> None:
         what = f"version {version}{f' ({part.name})' if part.name else ''}"
         if not part.signature:
-            raise VersionRefused(version, f"{what} is not signed")
+            raise version_refused(version, f"{what} is not signed")
         signed = self._opened(part.signature, version, what)
         if signed.get("name") != _name(model, part.name):
-            raise VersionRefused(version, f"the signature of {what} is for {signed.get('name')!r}")
+            raise version_refused(version, f"the signature of {what} is for {signed.get('name')!r}")
         with SlotReader.open(part.slot, manifest_digest=part.manifest_digest, populate=False) as slot:
             found = slot.sha256() if signed["of"] == PREDICATE else slot.whole_sha256()
         if found != signed.get("sha256"):
-            raise VersionRefused(version, f"the bytes of {what} are not those that were signed")
+            raise version_refused(version, f"the bytes of {what} are not those that were signed")
         try:
             keys = differing(config, signed["config"]) if config and signed["config"] else ()
-        except ConfigMismatch as error:
-            raise VersionRefused(version, f"the config.json of {what} cannot be compared ({error})") from error
+        except PublishError as error:
+            raise version_refused(version, f"the config.json of {what} cannot be compared ({error})") from error
         if keys:
-            raise VersionRefused(version, f"{', '.join(keys)} of {what} in config.json are not as they were signed")
+            raise version_refused(version, f"{', '.join(keys)} of {what} in config.json are not as they were signed")
 
     def _opened(self, envelope: str, version: int, what: str) -> dict[str, str]:
         """The statement of a good signature: name, digest, of what the digest is, and config.json ("": of none)."""
@@ -135,10 +135,10 @@ class Trust:
             signatures = [(s["keyid"], base64.b64decode(s["sig"], validate=True)) for s in found["signatures"]]
             good = found["payloadType"] == PAYLOAD_TYPE
         except (ValueError, TypeError, KeyError, binascii.Error) as error:
-            raise VersionRefused(version, f"the signature of {what} is no DSSE envelope") from error
+            raise version_refused(version, f"the signature of {what} is no DSSE envelope") from error
         if not good or not any(self._holds(keyid, signature, _encoded(payload)) for keyid, signature in signatures):
             known = ", ".join(str(keyid)[:12] for keyid, _ in signatures)
-            raise VersionRefused(version, f"{what} is not signed by a trusted key (it names {known or 'none'})")
+            raise version_refused(version, f"{what} is not signed by a trusted key (it names {known or 'none'})")
         try:
             statement = orjson.loads(payload)
             (subject,) = statement["subject"]
@@ -149,7 +149,7 @@ class Trust:
             config = zlib.decompress(packed).decode() if packed else ""
             return {"name": subject["name"], "sha256": subject["digest"]["sha256"], "of": of, "config": config}
         except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
-            raise VersionRefused(version, f"what was signed of {what} is no part of a version ({error})") from error
+            raise version_refused(version, f"what was signed of {what} is no part of a version ({error})") from error
 
     def _holds(self, keyid: object, signature: bytes, message: bytes) -> bool:
         now = datetime.datetime.now(datetime.UTC)

@@ -26,13 +26,13 @@ from weightsync.control.hosts import host_of, local_path, this_host
 from weightsync.control.parts import BASE, join
 from weightsync.control.records import ActiveRecord, FormRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import (
-    ChecksumMismatch,
-    DigestMismatch,
     ManifestError,
+    PublishError,
     SlotBusy,
-    UnknownVersion,
-    VersionRefused,
+    TensorError,
     WeightSyncError,
+    checksum_mismatch,
+    unknown_version,
 )
 from weightsync.format import fingerprint
 from weightsync.format.delta_codec import WORD
@@ -55,7 +55,7 @@ class Records:
 
     @classmethod
     def read(cls, store_url: str, model: str) -> Records:
-        """Raises StoreUnavailable, RecordError, HostNameError."""
+        """Raises StoreUnavailable, RecordError, PeerError."""
         keys, host = Keys(model), this_host()
         with contextlib.closing(SyncStore(store_url, create=False)) as store:
             items, _ = store.list(keys.root)
@@ -70,14 +70,14 @@ class Records:
     def ready(self, version: int | None) -> VersionRecord:
         """A version that is still held, with the paths of its slots where they are on this host.
 
-        Without a number the active one, or the newest. Raises UnknownVersion.
+        Without a number the active one, or the newest. Raises SwapError.
         """
         if version is None:
             held = [v.version for v in self.versions.values() if v.state == "ready"]
             version = self.active.version if self.active is not None else max(held, default=0)
         found = self.versions.get(version)
         if found is None or found.state != "ready":
-            raise UnknownVersion(version, found.state if found is not None else None)
+            raise unknown_version(version, found.state if found is not None else None)
         return with_local_slots(found, lambda part: local_slot(part, self.host, self.copies))
 
 
@@ -149,7 +149,7 @@ def verify(store_url: str, model: str, version: int | None = None, *, trust: Ite
     """Check a version that is held on this host; without a number the active one. With `trust`, files of public keys or
     certificates, it must be signed by one of them.
 
-    Raises UnknownVersion, StoreUnavailable, SigningKeyError.
+    Raises SwapError, StoreUnavailable, SigningKeyError.
     """
     from weightsync.signing import Trust, signers
 
@@ -162,7 +162,7 @@ def verify(store_url: str, model: str, version: int | None = None, *, trust: Ite
     problems += [_differing(record, records.instances[name]) for name, v in verdicts.items() if v == "differs"]
     try:
         trusted.check(model, record, records.configs.get(record.form))
-    except (VersionRefused, ManifestError, SlotBusy) as error:
+    except (PublishError, ManifestError, SlotBusy) as error:
         problems.append(Problem(error.code, str(error)))
     seconds = time.perf_counter() - started
     told = (verdicts, tuple(problems), signers(record))
@@ -188,8 +188,8 @@ def _check_tensor(part: str, slot: SlotReader, name: str) -> Problem | None:
         with slot.buffer(name) as data:
             checksum = fingerprint.checksum(data, entry.dtype, entry.shape)
         if checksum != entry.checksum:
-            raise ChecksumMismatch(name, entry.checksum, checksum)
-    except (DigestMismatch, ChecksumMismatch) as error:
+            raise checksum_mismatch(name, entry.checksum, checksum)
+    except TensorError as error:
         return _problem(error, label(part, name))
     return None
 
@@ -264,7 +264,7 @@ class VersionDiff:
 
 
 def diff(store_url: str, model: str, a: int, b: int) -> VersionDiff:
-    """Compare two versions held on this host. Raises UnknownVersion, ManifestError, SlotBusy, StoreUnavailable."""
+    """Compare two versions held on this host. Raises SwapError, ManifestError, SlotBusy, StoreUnavailable."""
     records = Records.read(store_url, model)
     with opened(records.ready(a)) as old, opened(records.ready(b)) as new:
         found = []

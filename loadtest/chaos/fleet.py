@@ -30,7 +30,7 @@ from server.up import interrupts
 from server.up.processes import share_of_cores
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.dying import with_me
-from weightsync.errors import RecordError, StoreError, StoreLost
+from weightsync.errors import StoreError
 from weightsync.store import SyncStore
 
 RESTART_S = 1.0
@@ -425,12 +425,11 @@ class Watch:
                 if time.monotonic() - read_at > HISTORY_EVERY_S:
                     self._read_history(store)
                     read_at = time.monotonic()
-            except StoreLost:  # it was restored: this starts again, as all that use it
-                if store is not None:
-                    store.close()
-                store = None
-            except (StoreError, RecordError):
-                continue  # the fleet is not whole while it cannot be read
+            except StoreError as error:  # the fleet is not whole while it cannot be read
+                if error.code == "store_lost":  # it was restored: this starts again, as all that use it
+                    if store is not None:
+                        store.close()
+                    store = None
         if store is not None:
             store.close()
 

@@ -28,7 +28,7 @@ from loadtest.chaos.models import ADAPTERS, CHECKPOINTS, CONFIGURE, MISFIT, REFU
 from weightsync import Adapter, Publisher
 from weightsync.control.parts import BASE, LORA
 from weightsync.control.records import OnLost, SwapMode
-from weightsync.errors import BadPart, ConfigMismatch, SwapAborted, SwapTimeout, WeightSyncError
+from weightsync.errors import PublishError, SwapError, WeightSyncError
 from weightsync.format.manifest import Schema
 from weightsync.publish.draft import commit_all
 from weightsync.publish.publisher import as_schema
@@ -41,6 +41,7 @@ BRINGS, TAKES_AWAY, MISFITS = 0.2, 0.15, 0.05
 WITHIN_S, DRAIN_S = 20.0, 2.0
 IDLE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what follows them is zero: they change no answer
 Weights = dict[str, torch.Tensor]
+ENDED = ("swap_aborted", "swap_timeout", "config_mismatch")
 POISONED = "v_proj"
 POISON: dict[Bad, float] = {"nan": float("nan"), "inf": float("inf"), "overflow": 3e38}
 
@@ -120,7 +121,9 @@ def swap(publisher: Publisher, given: Given, chance: random.Random, *, configure
             name = f"{MISFIT if misfit else bad or kind}{brought} {mode}"
             on_lost: OnLost = "abort" if chance.random() < ABORTING else "continue"
             publisher.activate(version, mode=mode, drain_s=DRAIN_S, timeout_s=WITHIN_S, on_lost=on_lost)
-    except (SwapAborted, SwapTimeout, ConfigMismatch) as error:
+    except PublishError as error:
+        if error.code not in ENDED:
+            raise
         say(name, "refused", error)
     else:
         say(name, "done")
@@ -133,7 +136,9 @@ def swap_back(publisher: Publisher, chance: random.Random) -> None:
     time.sleep(chance.uniform(*BAD_S))
     try:
         publisher.rollback(timeout_s=WITHIN_S)
-    except (SwapAborted, SwapTimeout) as error:
+    except SwapError as error:
+        if error.code not in ENDED:
+            raise
         say("rollback of overflow", "refused", error)
     else:
         say("rollback of overflow", "done")
@@ -161,7 +166,7 @@ def publish(
     about: dict[str, Any] = {"config": orjson.dumps(config).decode()} if config is not None else {}
     begun, brought = None, " with adapter" if drawn < BRINGS else ""
     if BRINGS <= drawn < BRINGS + TAKES_AWAY:
-        with contextlib.suppress(BadPart):  # the version before has none
+        with contextlib.suppress(PublishError):  # the version before has none
             begun, brought = publisher.begin_all(pieces, without=[given.part], **about), " without adapter"
     with contextlib.ExitStack() as stack:
         drafts = [stack.enter_context(draft) for draft in begun or publisher.begin_all(pieces, **about)]

@@ -34,7 +34,7 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import PARTICIPATING, confirmed, in_flight, untried
 from weightsync.control.strict_json import Record
-from weightsync.errors import NotEnoughInstances
+from weightsync.errors import SwapError
 
 R = TypeVar("R", bound=Record)
 NEXT = {
@@ -122,7 +122,7 @@ class Rules:
         """A version of the split that has not the instances it is to have, where there are enough."""
         if active.split is None:
             return None
-        with contextlib.suppress(NotEnoughInstances):
+        with contextlib.suppress(SwapError):
             wanted = placement.counts(active.version, active.split, len(self.instances))
             run = Counter(record.active_version for record in self.instances.values())
             return f"{dict(run)} instances run the versions, not {wanted}" if run != Counter(wanted) else None

@@ -12,8 +12,6 @@ import os
 
 import torch
 
-from weightsync.vllm_engine.device.mapping import DriverError
-
 NONE, FIXED, NORESERVE = 0, 0x10, 0x4000
 FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,13 +39,13 @@ class HostDriver:
 
     def free(self, address: int, nbytes: int) -> None:
         if self.reserved.get(address) != nbytes or self._within(address, nbytes):
-            raise DriverError(f"{nbytes} bytes at {address:#x} were not reserved so, or are mapped")
+            raise RuntimeError(f"{nbytes} bytes at {address:#x} were not reserved so, or are mapped")
         del self.reserved[address]
         _libc.munmap(address, nbytes)
 
     def create(self, nbytes: int) -> int:
         if nbytes % self.granularity or not nbytes:
-            raise DriverError(f"{nbytes} bytes are no multiple of the granularity")
+            raise RuntimeError(f"{nbytes} bytes are no multiple of the granularity")
         handle = os.memfd_create("hotswap-handle")
         os.ftruncate(handle, nbytes)
         self.handles[handle] = nbytes
@@ -60,19 +58,19 @@ class HostDriver:
     def map(self, address: int, nbytes: int, handle: int) -> None:
         inside = any(a <= address and address + nbytes <= a + size for a, size in self.reserved.items())
         if not inside or self._within(address, nbytes) or self.handles[handle] != nbytes:
-            raise DriverError(f"the handle does not go to {address:#x}")
+            raise RuntimeError(f"the handle does not go to {address:#x}")
         _map(address, nbytes, mmap.MAP_SHARED | FIXED, handle)
         self.mapped[address] = nbytes
 
     def allow(self, address: int, nbytes: int) -> None:
         if sum(size for a, size in self.mapped.items() if address <= a < address + nbytes) != nbytes:
-            raise DriverError(f"not all of the {nbytes} bytes at {address:#x} are mapped")
+            raise RuntimeError(f"not all of the {nbytes} bytes at {address:#x} are mapped")
         if _libc.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
-            raise DriverError(os.strerror(ctypes.get_errno()))
+            raise RuntimeError(os.strerror(ctypes.get_errno()))
 
     def unmap(self, address: int, nbytes: int) -> None:
         if self.mapped.get(address) != nbytes:
-            raise DriverError(f"{nbytes} bytes at {address:#x} were not mapped so")
+            raise RuntimeError(f"{nbytes} bytes at {address:#x} were not mapped so")
         del self.mapped[address]
         _map(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE | FIXED, -1)
 
@@ -91,5 +89,5 @@ def _map(address: int | None, nbytes: int, flags: int, handle: int) -> int:
     """Nobody may touch it before it is allowed."""
     found: int | None = _libc.mmap(address, nbytes, NONE, flags, handle, 0)
     if found is None or found == FAILED:
-        raise DriverError(os.strerror(ctypes.get_errno()))
+        raise RuntimeError(os.strerror(ctypes.get_errno()))
     return found

@@ -22,7 +22,7 @@ from weightsync.control.arenas import ensure_arena
 from weightsync.control.board import Board
 from weightsync.control.forms import MOST_STARTS, check_config, differing, start_of
 from weightsync.control.records import ErrorInfo, FormRecord, Keys, StartRecord, VersionRecord
-from weightsync.errors import ConfigMismatch, RecordError, StoreError, StoreRefused, WeightSyncError
+from weightsync.errors import RecordError, StoreError, StoreRefused, WeightSyncError, config_mismatch
 from weightsync.publish.checkpoint import read_config, write_config
 from weightsync.store import Store, open_store
 
@@ -47,7 +47,7 @@ async def form_to_start_with(config: InstanceConfig) -> Form:
 async def check_own(config: InstanceConfig, store: Store, version: VersionRecord) -> None:
     """Whether `version` is one for the engine's configuration, which may have been started before there was any.
 
-    Raises ConfigMismatch, StoreError.
+    Raises PublishError, StoreError.
     """
     own = read_config(config.model_dir)
     if config.form.digest is not None or not version.form or own is None:
@@ -55,7 +55,7 @@ async def check_own(config: InstanceConfig, store: Store, version: VersionRecord
     found = await store.get(Keys(config.model).form(version.form))
     wanted = FormRecord.from_json(found.value).config if found is not None else ""
     if wanted and (names := await asyncio.to_thread(differing, own, wanted)):
-        raise ConfigMismatch(names[0], f"than {config.model_dir}, with which the instance was started")
+        raise config_mismatch(names[0], f"than {config.model_dir}, with which the instance was started")
 
 
 async def tell_own(config: InstanceConfig, store: Store) -> None:
@@ -146,13 +146,13 @@ class StartsFailed(WeightSyncError):
 async def _directory(config: InstanceConfig, store: Store, form: FormRecord) -> Path | None:
     """A directory with the form's configuration; None if the model directory has that, or the form has none.
 
-    Raises ConfigMismatch, ArenaUnavailable.
+    Raises PublishError, ArenaError.
     """
     own = read_config(config.model_dir)
     if not form.config or form.config == own:
         return None
     if own is None:
-        raise ConfigMismatch("config.json", f"{config.model_dir} has none")
+        raise config_mismatch("config.json", f"{config.model_dir} has none")
     check_config(own, form.config)
     arena = await ensure_arena(store)
     target = arena.directory / f"config-{form.digest}-{config.instance_id}"

@@ -87,8 +87,8 @@ async def located(
 ) -> Places:
     """`version` as each of `hosts` has it, once all do: their peers fetch it as for an instance of their own.
 
-    `slices`: the digests of what this instance needs on hosts where that is not everything. Raises CopyUnavailable,
-    which names the host, when the first of them cannot have it; StoreUnavailable.
+    `slices`: the digests of what this instance needs on hosts where that is not everything. Raises PeerError, which
+    names the host, when the first of them cannot have it; StoreUnavailable.
     """
     needs = slices or {}
     tasks = {

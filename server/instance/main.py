@@ -19,7 +19,7 @@ from server.instance.hosts import check_nodes, run_follower
 from server.instance.middleware import PROBE, Admission
 from server.leaving import LeavingServer
 from weightsync.control.hosts import keep_to_loopback
-from weightsync.errors import UnsupportedVllm
+from weightsync.errors import EngineError
 from weightsync.tls import ClusterTls
 from weightsync.vllm_engine import gpus
 from weightsync.vllm_engine.releases import find, for_cpus, release
@@ -41,7 +41,7 @@ def run_instance(config: InstanceConfig) -> None:
     """
     try:  # what cannot work is said before seconds are spent on imports
         release()
-    except UnsupportedVllm as error:
+    except EngineError as error:
         raise ConfigError(f"{error}.") from error
     if not for_cpus() and devices_asked(config.vllm_args):
         visible_devices(os.environ, gpus.look())

@@ -34,9 +34,9 @@ from loadtest.histories.requests import Choice
 from loadtest.hosts.namespaces import until
 from loadtest.models.checkpoints import make_constant_checkpoint
 from tests.server.gateway.harness import running_gateway
+from tests.weightsync.codes import refused
 from weightsync import Publisher, SyncStore, ensure_arena
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord
-from weightsync.errors import ConfigMismatch
 
 FINE = {FIRST: {"not as published": 0}}
 SPANS = [{"version": 4, "start": 0, "end": 2}, {"version": 5, "start": 2, "end": 3}]
@@ -340,7 +340,7 @@ def test_a_publisher_brings_adapters_and_takes_them_away(tmp_path: Path) -> None
                 seen.add(brought)
                 forms.append(record.form)
             misfit = publisher.another(given.config, chance, misfit=True)
-            with pytest.raises(ConfigMismatch):
+            with refused("config_mismatch"):
                 publisher.publish(trainer, given, large=False, config=misfit, chance=chance)
     assert [len(set(forms)), len(set(forms[:6])), len(set(forms[6:]))] == [2, 1, 1]
     assert seen == {"", " with adapter", " without adapter"}

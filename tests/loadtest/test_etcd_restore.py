@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from loadtest.hosts import etcd
 from loadtest.hosts.etcd import Etcd
 from tests.etcd import require
 from tests.lacking import lacking
+from tests.weightsync.codes import refused
 from weightsync import SyncStore
-from weightsync.errors import StoreLost
 
 
 class Loopback:
@@ -43,7 +41,7 @@ def test_a_restored_etcd_has_what_the_snapshot_has_and_is_taken_for_another(tmp_
             members.restore(tmp_path / "snapshot")
             members.start()
             members.settle()
-            with pytest.raises(StoreLost, match="another etcd is in its place"):
+            with refused("store_lost", match="another etcd is in its place"):
                 store.get("kept")
         with contextlib.closing(SyncStore(members.url("test"))) as store:
             assert [kv.key for kv in store.list("")[0]] == ["kept"]

@@ -24,7 +24,7 @@ from weightsync.control.pauses import Pauses
 from weightsync.control.records import ErrorInfo, FormRecord, InstanceRecord, Keys, LeaderRecord, StartRecord
 from weightsync.control.state import Ask, Step
 from weightsync.control.trial import ProbeResult
-from weightsync.errors import Conflict, FingerprintMismatch, StoreError
+from weightsync.errors import Conflict, StoreError, SwapError, fingerprint_mismatch
 from weightsync.store.protocol import MISSING
 
 KEYS = Keys("m")
@@ -402,8 +402,8 @@ class Instance(Watcher):
                 return None
             if not agent_state.same(fingerprint, active.fingerprint):
                 self.engine.held.pop(active.version, None)
-                raise FingerprintMismatch(active.version, active.fingerprint, fingerprint or "")
-        except (ValueError, FingerprintMismatch):
+                raise fingerprint_mismatch(active.version, active.fingerprint, fingerprint or "")
+        except (ValueError, SwapError):
             return self._say(agent_state.behind(record, active, self._fault(active.version)))
         self.busy, self.began = (flip, fingerprint or ""), self.store.now
         return None

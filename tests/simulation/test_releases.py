@@ -29,7 +29,7 @@ from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from server.gateway.release.runner import Releases
 from server.gateway.release.scoring import ScoringFailed
 from server.gateway.release.statistics import LEAST
-from weightsync.errors import SwapAborted
+from weightsync.errors import swap_aborted
 
 from .rules import check_found, check_happened, without
 
@@ -68,7 +68,7 @@ class Fleet:
         await asyncio.sleep(self.takes_s)
         self.changing -= 1
         if refused:
-            raise SwapAborted(active, "i2 is on fire")
+            raise swap_aborted(active, "i2 is on fire")
         self.active, self.shares = active, shares
 
 

@@ -38,7 +38,7 @@ def test_the_tree_in_the_docstring_names_every_error() -> None:
 
 
 def test_an_error_travels_as_json() -> None:
-    error = errors.ShapeMismatch("model.norm.weight", (4,), (5,))
+    error = errors.shape_mismatch("model.norm.weight", (4,), (5,))
     assert error.to_json() == {"code": "shape_mismatch", "message": str(error), "tensor": "model.norm.weight"}
     assert "[5]" in str(error)
     assert "[4]" in str(error)

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import Publisher, SlotReader, SyncStore
 from weightsync.control.parts import Adapter, check_name, combined, join, slots_of
 from weightsync.control.records import ActiveRecord, Keys, PartRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.control.swap import TOMBSTONES_KEPT
-from weightsync.errors import BadPart, PublishError, ShapeMismatch
+from weightsync.errors import PublishError
 from weightsync.format.fingerprint import fingerprint_of
 from weightsync.memory.arena import pool_of
 from weightsync.peer.shelf import copies_pool
@@ -92,9 +93,9 @@ def test_several_parts_become_one_version(publisher: Publisher) -> None:
 
 def test_all_of_a_version_or_nothing(publisher: Publisher) -> None:
     publisher.publish(model(1), parts={"draft": model(1, layers=1)}, activate=False)
-    with pytest.raises(ShapeMismatch):
+    with refused("shape_mismatch"):
         publisher.publish(model(2), parts={"draft": model(2, layers=1, width=16)}, activate=False)
-    with pytest.raises(BadPart, match="needs PEFT's configuration"):
+    with refused("bad_part", match="needs PEFT's configuration"):
         publisher.publish(model(2), parts={"lora/x": model(2)}, activate=False)
     assert [v.version for v in publisher.versions()] == [1]
 
@@ -107,7 +108,7 @@ def test_adapters_may_change_their_rank(publisher: Publisher) -> None:
 
 
 def test_a_part_needs_a_base(publisher: Publisher) -> None:
-    with pytest.raises(BadPart, match="no base model yet"):
+    with refused("bad_part", match="no base model yet"):
         publisher.publish(adapter(), part="lora/x", activate=False)
     assert publisher.versions() == []
     publisher.publish(model(), activate=False)
@@ -198,10 +199,10 @@ def test_parts_are_taken_away(publisher: Publisher, activate: Activate) -> None:
     ],
 )
 def test_what_cannot_be_taken_away(publisher: Publisher, brought: object, without: object, problem: str) -> None:
-    with pytest.raises(BadPart, match=r"has no part 'lora/x' to take away: it has none"):
+    with refused("bad_part", match=r"has no part 'lora/x' to take away: it has none"):
         publisher.publish(None, without=["lora/x"], activate=False)
     publisher.publish(model(1), parts={"lora/x": adapter()}, activate=False)
-    with pytest.raises(BadPart, match=problem):
+    with refused("bad_part", match=problem):
         publisher.publish(None, parts=brought, without=without, onto=1, activate=False)  # type: ignore[arg-type]
     assert [v.version for v in publisher.versions()] == [1]
 
@@ -251,7 +252,7 @@ OUTWARD = ["lora/../x", "lora/a/..", "lora/a/./b", "lora/a//b", "lora/a/", "lora
 @pytest.mark.parametrize("name", ["lora/", "lora/a b", "drafts", "base", "lora/" + "x" * 200, *OUTWARD])
 def test_other_part_names_are_refused(publisher: Publisher, name: str) -> None:
     assert check_name("lora/a-b_c.d:1") == "lora/a-b_c.d:1"
-    with pytest.raises(BadPart, match="no part can be called"):
+    with refused("bad_part", match="no part can be called"):
         publisher.begin([("w", "float32", (4,))], part=name)
 
 
@@ -332,7 +333,7 @@ def test_parts_whose_memory_is_gone_are_left_behind(publisher: Publisher, activa
     activate(publisher.publish(model(2), activate=False))
     assert [p.name for p in latest(publisher).parts] == ["draft"]
     Path(latest(publisher).slot).unlink()
-    with pytest.raises(BadPart, match="no base model"):
+    with refused("bad_part", match="no base model"):
         publisher.publish(adapter(3), part="lora/x", activate=False)
     activate(publisher.publish(model(4), activate=False))
     assert [p.name for p in latest(publisher).parts] == ["draft"]

@@ -21,13 +21,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import NameOID
 
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import flip, model
 from weightsync import Publisher
 from weightsync.control.forms import BOOKKEEPING
 from weightsync.control.parts import BASE, Adapter
 from weightsync.control.records import FormRecord, VersionRecord
 from weightsync.control.records import Keys as Names
-from weightsync.errors import SigningKeyError, VersionRefused, WeightSyncError
+from weightsync.errors import SigningKeyError, WeightSyncError
 from weightsync.format.manifest import Layout
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.succession import Succession
@@ -62,10 +63,10 @@ def published(url: str, sign: Path | None, value: float = 1.0, **more: Any) -> V
 
 
 def refusal(trust: Trust, record: VersionRecord, config: str | None = None) -> str:
-    with pytest.raises(VersionRefused) as refused:
+    with refused("version_refused") as caught:
         trust.check("demo", record, config)
-    assert (refused.value.version, f"version {record.version}" in str(refused.value)) == (record.version, True)
-    return str(refused.value)
+    assert (caught.value.version, f"version {record.version}" in str(caught.value)) == (record.version, True)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [ed25519.Ed25519PrivateKey.generate, lambda: ec.generate_private_key(ec.SECP256R1())])
@@ -115,7 +116,7 @@ def test_what_is_unsigned_or_altered_or_of_another_is_refused(store_url: str, ke
     forged["payload"] = base64.b64encode(orjson.dumps(statement)).decode()
     assert "not signed by a trusted key" in refusal(trust, replace(good, signature=orjson.dumps(forged).decode()))
     assert "no DSSE envelope" in refusal(trust, replace(good, signature="{}"))
-    with pytest.raises(VersionRefused, match="is for 'demo/base'"):
+    with refused("version_refused", match="is for 'demo/base'"):
         trust.check("another model", good)
     renamed = orjson.loads(published(store_url, keys["other"][0]).signature)
     renamed["signatures"][0]["keyid"] = Signer(keys["ours"][0]).key_id  # the id alone is no proof

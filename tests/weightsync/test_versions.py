@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import flip, model
 from weightsync import Publisher, SlotReader, SyncStore
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PartRecord, VersionRecord
-from weightsync.errors import UnknownVersion
 from weightsync.format.delta_codec import WORD
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.fingerprint import Running
@@ -111,11 +111,11 @@ def test_without_a_number_the_active_version_is_read(
 
 
 def test_a_version_that_is_gone_is_said_so(record: VersionRecord, store_url: str, store_sync: SyncStore) -> None:
-    with pytest.raises(UnknownVersion, match="does not exist"):
+    with refused("unknown_version", match="does not exist"):
         diff(store_url, "demo", 1, 9)
     store_sync.put(KEYS.version(1), replace(record, state="retired").to_json())
     for number, why in ((1, "is retired"), (9, "does not exist")):
-        with pytest.raises(UnknownVersion, match=why):
+        with refused("unknown_version", match=why):
             verify(store_url, "demo", number)
 
 

@@ -25,7 +25,7 @@ from trainer.config.strict import (
 )
 from trainer.errors import ConfigError
 from weightsync.control.parts import LORA, NAME_RULE, check_name
-from weightsync.errors import BadPart
+from weightsync.errors import PublishError
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = get_args(LinearLayer)
@@ -76,7 +76,7 @@ class LoraConfig(Section, frozen=True):
             raise ConfigError("target_modules", "names a layer twice", "Name each once")
         try:
             check_name(self.part)
-        except BadPart:
+        except PublishError:
             advice = f"Use {NAME_RULE}"
             raise ConfigError("name", f"{self.name!r} cannot be an adapter's", advice) from None
 

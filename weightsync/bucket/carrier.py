@@ -34,7 +34,7 @@ from weightsync.bucket.metrics import serve
 from weightsync.bucket.objects import redacted
 from weightsync.bucket.publisher import BucketPublisher
 from weightsync.control.parts import BASE
-from weightsync.errors import BucketError, BucketUnavailable, WeightSyncError
+from weightsync.errors import BucketError, WeightSyncError
 from weightsync.memory.receiver import SlotReader
 
 START_S = 120.0
@@ -64,8 +64,7 @@ class Carrier:
     """The process, and what it says. It is started anew if it has ended, by the next version."""
 
     def __init__(self, url: str, *, model: str, keep: int = 3, full_every: int = 10, metrics: str = "") -> None:
-        """`metrics`: ADDRESS:PORT that answers /metrics. Raises BucketError, BucketUnavailable where `url` cannot be
-        written."""
+        """`metrics`: ADDRESS:PORT that answers /metrics. Raises BucketError where `url` cannot be written."""
         self._options = {"url": url, "model": model, "keep": keep, "full_every": full_every, "metrics": metrics}
         self._pending = 0  # handed over, without an outcome
         self._given = 0  # orders
@@ -99,7 +98,7 @@ class Carrier:
                 self._pending -= 1
             except Empty:
                 error = f"the last version was not in the bucket after {timeout_s:g} s: allow more, or look at the link"
-                found.append(Outcome(error=error, code=BucketUnavailable.code))
+                found.append(Outcome(error=error, code="bucket_unavailable"))
                 break
         return found
 
@@ -142,13 +141,13 @@ class Carrier:
                 answer = self._taken.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 told = f"the carrier to the bucket did not answer in {within_s:g} s: is the host overloaded?"
-                raise BucketUnavailable(told) from None
+                raise BucketError(told, code="bucket_unavailable") from None
             self._pending -= "error" in answer
             if answer.get("order") in (self._given, None):  # None: of the process
                 break
         if "error" in answer:
-            kind = BucketUnavailable if answer["code"] == BucketUnavailable.code else BucketError
-            raise kind(answer["error"])
+            code = "bucket_unavailable" if answer["code"] == "bucket_unavailable" else None
+            raise BucketError(answer["error"], code=code)
 
     def _read(self, answers: BinaryIO) -> None:
         """On a thread: answers to where they are waited for; at their end what is left has none."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from weightsync.errors import BucketDamaged, BucketError, BucketUnavailable, DeltaError, VersionGone, VersionNeeded
+from weightsync.errors import BucketDamaged, BucketError, DeltaError, VersionGone, version_needed
 from weightsync.format.manifest import digest_of
 from weightsync.publish.delta import DeltaHeader
 
@@ -113,7 +113,7 @@ def _part(path: str, nbytes: int, digest: str) -> StoredPart:
 
 class Bucket:
     """The prefix at `url`. Credentials are those of fsspec's file system, from the environment. All methods raise
-    BucketUnavailable."""
+    BucketError."""
 
     def __init__(self, url: str) -> None:
         """Raises BucketError for what names no bucket."""
@@ -191,7 +191,7 @@ class Bucket:
         try:
             with self._told():
                 self._files.pipe_file(path, version.to_bytes(), mode="create")
-        except BucketTakenAlready:
+        except FileExistsError:
             with contextlib.suppress(VersionGone, BucketDamaged):
                 return self.read(version.number).upload
             return ""
@@ -228,7 +228,7 @@ class Bucket:
 
     def remove(self, number: int) -> None:
         """Removes one version. Raises VersionGone, BucketDamaged also for a later record that cannot be read and may
-        name this one, and VersionNeeded for one that another builds on, for the newest, which followers take, and for
+        name this one, and BucketError for one that another builds on, for the newest, which followers take, and for
         those that have its other parts."""
         numbers = self.numbers()
         found, users = self.read(number), list[int]()
@@ -238,13 +238,13 @@ class Bucket:
                 if version.base == number or (user == numbers[-1] and number in version.others.values()):
                     users.append(user)
         if users or number == numbers[-1]:
-            raise VersionNeeded(self.told, number, users)
+            raise version_needed(self.told, number, users)
         self._remove(_record(number))
         self._remove(directory_of(found), recursive=True)
 
     def try_out(self) -> None:
-        """Writes an object, claims it a second time, reads and removes it. Raises BucketUnavailable, and BucketError
-        where a claim would not keep two publishers apart."""
+        """Writes an object, claims it a second time, reads and removes it. Raises BucketError where a claim would not
+        keep two publishers apart."""
         path, text = f"trials/{uuid.uuid4().hex}", b"a trial of hotswap"
         with self._told():
             self._files.makedirs(self._at("trials"), exist_ok=True)
@@ -253,7 +253,7 @@ class Bucket:
             with self._told():
                 self._files.pipe_file(self._at(path), b"another", mode="create")
             problem = "it lets two publishers create one object, so that one would overwrite the other's versions"
-        except BucketTakenAlready:
+        except FileExistsError:
             with self._told():
                 problem = (
                     "" if self._files.cat_file(self._at(path)) == text else "it gives other bytes than it was given"
@@ -296,18 +296,15 @@ class Bucket:
         try:
             yield
         except FileExistsError:
-            raise BucketTakenAlready from None
+            raise
         except Exception as error:
             if isinstance(error, FileNotFoundError) and number is not None:
                 raise VersionGone(self.told, number) from None
             what = redacted(str(error) or type(error).__name__)
-            raise BucketUnavailable(
-                f"{self.told} cannot be used ({what}): is it there, and may these credentials?"
+            raise BucketError(
+                f"{self.told} cannot be used ({what}): is it there, and may these credentials?",
+                code="bucket_unavailable",
             ) from None
-
-
-class BucketTakenAlready(Exception):
-    """The object to create is there already."""
 
 
 def _record(number: int) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from weightsync.bucket.metrics import PublisherMetrics
 from weightsync.bucket.objects import Bucket, StoredPart, StoredVersion, directory_of
 from weightsync.control.parts import BASE, Adapter
-from weightsync.errors import BucketTaken, WeightSyncError
+from weightsync.errors import BucketError, WeightSyncError, publishing
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.delta import Base, DeltaHeader
 from weightsync.publish.publisher import NamedTensors, signer_of
@@ -57,7 +57,7 @@ class BucketPublisher:
         part_nbytes: int = PART_NBYTES,
         sign: Path | str | None = None,
     ) -> None:
-        """Raises BucketError, BucketUnavailable, SigningKeyError; ValueError for numbers below 1."""
+        """Raises BucketError, SigningKeyError; ValueError for numbers below 1."""
         if min(keep, full_every, part_nbytes) < 1:
             raise ValueError("keep, full_every and part_nbytes must be 1 or more")
         self.model, self.last = model, dict[str, Any]()
@@ -70,6 +70,7 @@ class BucketPublisher:
         self._tried: dict[str, StoredVersion] = {}  # by upload: claims whose answer may have been lost
         self._successions: dict[str, Succession] = {}
 
+    @publishing
     def publish(
         self,
         named_tensors: NamedTensors | Adapter,
@@ -85,16 +86,17 @@ class BucketPublisher:
         is. With `config`, the config.json of such a checkpoint, tensors and configuration may be others
         than before.
 
-        No version is seen before it is whole. Raises UnsupportedDtype and BadPart (nothing was sent), BucketTaken,
-        for good, and BucketUnavailable, after which it can be called again.
+        No version is seen before it is whole. Raises PublishError: for good with the code `bucket_taken`; with another
+        one of a bucket it can be called again.
         """
         versions = self._of(part)
         about: dict[str, Any] = {"step": step, "metadata": metadata, "source": source, "config": config}
         return self._put(versions, versions.take(named_tensors, **about))
 
+    @publishing
     def publish_slot(self, slot: SlotReader, *, part: str = BASE, source: str = "") -> int:
         """The same for a version in a slot, which stays open, and locked, until the next version of the part is there.
-        Raises as `publish`, and DigestMismatch for a slot that is not what its manifest says."""
+        Raises as `publish`, and TensorError for a slot that is not what its manifest says."""
         slot.verify_all()
         versions = self._of(part)
         return self._put(versions, versions.take_slot(slot, source=source))
@@ -130,13 +132,15 @@ class BucketPublisher:
         return version.number
 
     def _claimed(self, versions: Succession, header: DeltaHeader) -> StoredVersion:
-        """The next version, in the bucket. Raises BucketTaken, BucketUnavailable."""
+        """The next version, in the bucket. Raises BucketError."""
         others = {part: number for part, number in self._newest.items() if part != versions.part}
         version = self._sent(versions, StoredVersion(self._number + 1, uuid.uuid4().hex, header, (), others))
         self._tried[version.upload] = version
         own = self._tried.get(self.bucket.claim(version))
         if own is None:
-            raise BucketTaken(self.bucket.told, version.number)
+            advice = "stop one of the two, or give this one a prefix of its own; a new publisher goes on from there"
+            message = f"another publisher has published version {version.number} in {self.bucket.told}: {advice}"
+            raise BucketError(message, code="bucket_taken")
         self._tried.clear()
         if (own.header, own.others) == (header, others):
             return own  # this upload, or an earlier one of the same whose answer was lost

@@ -17,7 +17,7 @@ from weightsync.publish.delta import Base, framed
 def needed(bucket: Bucket, newest: StoredVersion, held: Callable[[StoredVersion], bool]) -> list[StoredVersion]:
     """The versions that make up `newest`, oldest first: it, those that have its other parts, and what each builds on,
     down to one in full or one that is `held`. `newest` is always among them, the others only if they are not held.
-    Raises VersionGone, BucketDamaged, BucketUnavailable."""
+    Raises VersionGone, BucketDamaged, BucketError."""
     found = {version.number: version for version in chain(bucket, newest, held)}
     for part, number in newest.others.items():
         other = bucket.read(number)
@@ -30,7 +30,7 @@ def needed(bucket: Bucket, newest: StoredVersion, held: Callable[[StoredVersion]
 
 def chain(bucket: Bucket, newest: StoredVersion, held: Callable[[StoredVersion], bool]) -> list[StoredVersion]:
     """The versions of one part that lead to `newest`, oldest first: each is in full, or builds on the one before it, or
-    on one that is `held`. Raises VersionGone, BucketDamaged, BucketUnavailable."""
+    on one that is `held`. Raises VersionGone, BucketDamaged, BucketError."""
     found = [newest]
     while (number := found[0].base) is not None:
         before = bucket.read(number)
@@ -46,7 +46,7 @@ def chain(bucket: Bucket, newest: StoredVersion, held: Callable[[StoredVersion],
 
 def verify(bucket: Bucket, newest: StoredVersion) -> tuple[list[StoredVersion], int]:
     """Reads every byte of the versions that make up `newest`, and compares it with the records; the versions and the
-    bytes read. Raises VersionGone, BucketDamaged, BucketUnavailable."""
+    bytes read. Raises VersionGone, BucketDamaged, BucketError."""
     versions = needed(bucket, newest, lambda _: False)
     for version in versions:
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="bucket") as pool:
@@ -57,7 +57,7 @@ def verify(bucket: Bucket, newest: StoredVersion) -> tuple[list[StoredVersion], 
 
 def fetch(bucket: Bucket, version: StoredVersion, directory: Path) -> list[Path]:
     """Its parts as files in `directory`, verified; those that are there already are not fetched again. Raises
-    VersionGone, BucketDamaged, BucketUnavailable, OSError."""
+    VersionGone, BucketDamaged, BucketError, OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     files = [directory / part.path.rpartition("/")[2] for part in version.parts]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="bucket") as pool:

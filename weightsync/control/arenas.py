@@ -15,7 +15,7 @@ from weightsync.store.protocol import MISSING, Store
 async def ensure_arena(store: Store, directory: Path | str | None = None, *, host: str | None = None) -> Arena:
     """The arena of a store on `host` (default: this one); the first to ask decides where it is.
 
-    Raises ArenaUnavailable, HostNameError.
+    Raises ArenaError, PeerError.
     """
     host = this_host() if host is None else host
     key = arena_key(host)

@@ -102,13 +102,13 @@ class Coordinator:
         reason: str = "",
         action: Action = "activate",
     ) -> SwapReport:
-        """Ask for `version`, and report how its swap ended. Raises UnknownVersion, SwapTimeout, StoreUnavailable.
+        """Ask for `version`, and report how its swap ended. Raises SwapError, StoreUnavailable.
 
         `deadline_s` bounds staging, and once more the canary's flip and probe. With `mode` "rolling" one instance tries
         the version and is probed, then the others follow one by one; each lets its streams end for up to `drain_s`
         before. An instance that dies before the commit aborts the swap, or with `on_lost` "continue" is left out of it.
-        With a `split`, other versions have shares of the requests (`placement.split_of`), or NotEnoughInstances is
-        raised. The ledger names `requested_by`, with the `reason`.
+        With a `split`, other versions have shares of the requests (`placement.split_of`), or SwapError is raised. The
+        ledger names `requested_by`, with the `reason`.
         """
         target = swap.new_target(
             version, requested_by, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, split=split
@@ -142,7 +142,7 @@ class Coordinator:
         requested_by: str = "coordinator",
         reason: str = "",
     ) -> SwapReport:
-        """Activate the previous version. Raises SwapAborted when there is none."""
+        """Activate the previous version. Raises SwapError when there is none."""
         version = await swap.previous_version(self._store, self._keys)
         by: dict[str, Any] = {"requested_by": requested_by, "reason": reason, "action": "rollback"}
         return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, **by)

@@ -24,14 +24,7 @@ from typing import Any
 from weightsync.control.board import Board
 from weightsync.control.records import ActiveRecord, FormRecord, SwapRecord
 from weightsync.control.state import untried
-from weightsync.errors import (
-    ConfigMismatch,
-    DtypeMismatch,
-    MissingTensor,
-    ShapeMismatch,
-    TensorMismatch,
-    UnexpectedTensor,
-)
+from weightsync.errors import PublishError, config_mismatch
 from weightsync.format.manifest import Schema, diff_schema
 
 KEPT = (
@@ -64,17 +57,17 @@ MOST_STARTS = 2  # of one instance for one swap: a process that was killed gets 
 def check_config(served: str, wanted: str) -> None:
     """Whether instances whose model directory has the config.json `served` can be started with `wanted`.
 
-    Raises ConfigMismatch.
+    Raises PublishError.
     """
     before, after = _fields(served), _fields(wanted)
     for name in KEPT:
         if before.get(name) != after.get(name):
-            raise ConfigMismatch(name, f"{after.get(name)!r}, served is {before.get(name)!r}")
+            raise config_mismatch(name, f"{after.get(name)!r}, served is {before.get(name)!r}")
 
 
 @lru_cache(maxsize=16)
 def differing(served: str, wanted: str) -> tuple[str, ...]:
-    """The keys in which an engine would read something else from the config.json `wanted`. Raises ConfigMismatch.
+    """The keys in which an engine would read something else from the config.json `wanted`. Raises PublishError.
 
     Releases of transformers give keys other names, and write defaults or leave them out. Where transformers is
     installed, what its class for the model makes of both counts, and the keys are those of the class.
@@ -92,7 +85,7 @@ def differing(served: str, wanted: str) -> tuple[str, ...]:
 
 
 def completed(served: str, wanted: str) -> str:
-    """`wanted` with the fields of BESIDE that only `served` has. Raises ConfigMismatch."""
+    """`wanted` with the fields of BESIDE that only `served` has. Raises PublishError."""
     before, after = _fields(served), _fields(wanted)
     kept = {name: before[name] for name in BESIDE if name in before and name not in after}
     return json.dumps(after | kept, sort_keys=True) if kept else wanted
@@ -100,14 +93,14 @@ def completed(served: str, wanted: str) -> str:
 
 def kept_files(served: str, wanted: str | None) -> list[str]:
     """The files of the configuration `served` that a checkpoint does not have whose text is `wanted` (None: it has no
-    config.json). Raises ConfigMismatch."""
+    config.json). Raises PublishError."""
     before, after = _fields(served), _fields(wanted or "{}")
     beside = [file for name, file in BESIDE.items() if name in before and name not in after]
     return [*(["config.json"] if wanted is None else []), *beside]
 
 
 def meaning(config: str) -> str:
-    """The config.json without the keys that no engine reads. Raises ConfigMismatch."""
+    """The config.json without the keys that no engine reads. Raises PublishError."""
     return json.dumps(_meant(_fields(config)), sort_keys=True)
 
 
@@ -118,13 +111,13 @@ def _number(value: dict[str, Any]) -> Any:
 
 
 def _fields(text: str, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
-    """Raises ConfigMismatch."""
+    """Raises PublishError."""
     try:
         fields = json.loads(text, object_hook=object_hook)
     except ValueError as error:
-        raise ConfigMismatch("config.json", f"not JSON ({error})") from None
+        raise config_mismatch("config.json", f"not JSON ({error})") from None
     if not isinstance(fields, dict):
-        raise ConfigMismatch("config.json", "not a JSON object")
+        raise config_mismatch("config.json", "not a JSON object")
     return fields
 
 
@@ -140,11 +133,11 @@ def _unlike(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(name.removeprefix(OWN) for name in names))
 
 
-WORDS: Mapping[type[TensorMismatch], str] = {
-    UnexpectedTensor: "new",
-    MissingTensor: "gone",
-    ShapeMismatch: "of another shape",
-    DtypeMismatch: "of another dtype",
+WORDS = {
+    "unexpected_tensor": "new",
+    "missing_tensor": "gone",
+    "shape_mismatch": "of another shape",
+    "dtype_mismatch": "of another dtype",
 }
 
 
@@ -153,15 +146,17 @@ def changes(before: FormRecord, after: FormRecord) -> str:
     """The differences between two forms, in words."""
     found: dict[str, list[str]] = {}
     for mismatch in diff_schema(Schema.from_json(before.tensors.encode()), Schema.from_json(after.tensors.encode())):
-        found.setdefault(WORDS[type(mismatch)], []).append(mismatch.tensor)
+        found.setdefault(WORDS[mismatch.code], []).append(mismatch.tensor)
     if found:
         told = ", ".join(
             f"{names[0]} is {what}" if len(names) == 1 else f"{len(names)} tensors are {what} ({names[0]}, ...)"
             for what, names in found.items()
         )
-        return f"{told}, which `hotswap weights push --cast` converts" if [*found] == [WORDS[DtypeMismatch]] else told
+        return (
+            f"{told}, which `hotswap weights push --cast` converts" if [*found] == [WORDS["dtype_mismatch"]] else told
+        )
     keys: tuple[str, ...] = ()
-    with contextlib.suppress(ConfigMismatch):  # no configuration is known of one of them
+    with contextlib.suppress(PublishError):  # no configuration is known of one of them
         keys = _unlike(_meant(_fields(before.config)), _meant(_fields(after.config)))
     return f"config.json has another {', '.join(keys) or 'text'}"
 

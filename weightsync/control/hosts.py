@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from weightsync.control.records import ARENA_KEY
-from weightsync.errors import HostNameError, RecordError
+from weightsync.errors import RecordError, bad_host_name
 
 HOST_ENV = "HOTSWAP_HOST"
 HOST_PATTERN = r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?"
@@ -20,19 +20,19 @@ _NAMED = re.compile(f"//(?P<host>{HOST_PATTERN})(?P<path>/.*)")
 
 
 def this_host() -> str:
-    """The name of this process's host, "" for the one host. Raises HostNameError."""
+    """The name of this process's host, "" for the one host. Raises PeerError."""
     return check_host(os.environ.get(HOST_ENV, ""))
 
 
 def check_host(host: str) -> str:
-    """`host` itself. Raises HostNameError unless it is "" or a name that a slot may have."""
+    """`host` itself. Raises PeerError unless it is "" or a name that a slot may have."""
     if host and not _HOST.fullmatch(host):
-        raise HostNameError(host)
+        raise bad_host_name(host)
     return host
 
 
 def slot_name(path: Path | str, host: str) -> str:
-    """The name that records give the slot at the absolute `path` on `host`. Raises HostNameError."""
+    """The name that records give the slot at the absolute `path` on `host`. Raises PeerError."""
     rooted = "/" + str(path).lstrip("/") if str(path).startswith("/") else str(path)  # `//` is where a host begins
     return f"//{host}{rooted}" if check_host(host) else rooted
 

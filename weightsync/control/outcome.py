@@ -26,7 +26,7 @@ from weightsync.control.records import (
     TargetRecord,
 )
 from weightsync.control.state import RESTART_S, confirm_within_s, in_flight, not_flipped, untried
-from weightsync.errors import StoreRefused, StoreUnavailable, SwapAborted, SwapTimeout, WatchCompacted
+from weightsync.errors import StoreRefused, StoreUnavailable, WatchCompacted, swap_aborted, swap_timeout
 from weightsync.store.protocol import MISSING, Store
 
 T = TypeVar("T")
@@ -56,16 +56,16 @@ class SwapReport:
     not_flipped: tuple[str, ...] = ()
 
     def checked(self) -> SwapReport:
-        """Raises SwapAborted unless the version serves."""
+        """Raises SwapError unless the version serves."""
         if not self.ok:
-            raise SwapAborted(self.version, self.reason or "no reason given", self.tensor)
+            raise swap_aborted(self.version, self.reason or "no reason given", self.tensor)
         return self
 
 
 async def of_request(store: Store, keys: Keys, target: TargetRecord) -> SwapReport:
     """The report of the swap that `target` has asked for, once every participant has flipped or was given up.
 
-    So a rollout that starts afterwards comes from the new weights. Raises SwapTimeout when no leader ends it in time:
+    So a rollout that starts afterwards comes from the new weights. Raises SwapError when no leader ends it in time:
     `deadline_s` until it opens, and then what its phases may take. Each leader has that time.
     """
     patience = Patience(target, _now())
@@ -88,7 +88,7 @@ async def of_request(store: Store, keys: Keys, target: TargetRecord) -> SwapRepo
 async def of_version(store: Store, keys: Keys, version: int, timeout_s: float) -> None:
     """Return when `version` serves, by any request: committed, and its swap done.
 
-    Raises SwapAborted when a swap to it ends otherwise meanwhile, and SwapTimeout.
+    Raises SwapError when a swap to it ends otherwise meanwhile, or there is no outcome in time.
     """
     end, before = _now() + timeout_s, -1
 
@@ -152,7 +152,7 @@ async def _wait(
                         return found
                 await asyncio.sleep(RETRY_S)
     except TimeoutError:
-        raise SwapTimeout(version, round(_now() - began, 1), await _hint(store, keys)) from None
+        raise swap_timeout(version, round(_now() - began, 1), await _hint(store, keys)) from None
 
 
 async def _hint(store: Store, keys: Keys) -> str:

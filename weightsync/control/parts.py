@@ -13,7 +13,7 @@ import xxhash
 from weightsync.control.hosts import local_path
 from weightsync.control.records import PartRecord, VersionRecord
 from weightsync.control.strict_json import shown
-from weightsync.errors import BadPart, ManifestError, PublishError, SlotBusy
+from weightsync.errors import ManifestError, PublishError, SlotBusy
 from weightsync.format.naming import WRAPPERS
 from weightsync.memory.receiver import SlotReader
 
@@ -36,15 +36,20 @@ class Adapter:
 
     @classmethod
     def from_peft(cls, model: Any, adapter_name: str = "default") -> Self:
-        """An adapter of a `peft.PeftModel`, which DDP or torch.compile may wrap. Raises BadPart."""
+        """An adapter of a `peft.PeftModel`, which DDP or torch.compile may wrap. Raises PublishError."""
         while inside := [part for name, part in getattr(model, "_modules", {}).items() if name in WRAPPERS]:
             model = inside[0]
         configs = getattr(model, "peft_config", {})
         if adapter_name not in configs:
             kind, there = type(model).__name__, ", ".join(configs) or "none"
-            raise BadPart(f"a {kind} has no adapter {adapter_name!r} (it has {there}): pass a peft.PeftModel")
+            raise PublishError(
+                f"a {kind} has no adapter {adapter_name!r} (it has {there}): pass a peft.PeftModel", code="bad_part"
+            )
         if (kind := configs[adapter_name].peft_type) != "LORA":
-            raise BadPart(f"the adapter {adapter_name!r} is of the kind {kind.value}: make it with peft.LoraConfig")
+            raise PublishError(
+                f"the adapter {adapter_name!r} is of the kind {kind.value}: make it with peft.LoraConfig",
+                code="bad_part",
+            )
         from peft import get_peft_model_state_dict  # a program with such a model has loaded it
 
         # "auto", the default, asks the hub each time whether the base model's vocabulary has grown.
@@ -53,13 +58,13 @@ class Adapter:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The configuration as the manifest has it. Raises BadPart."""
+        """The configuration as the manifest has it. Raises PublishError."""
         try:
             config = dict(self.config.to_dict() if hasattr(self.config, "to_dict") else self.config)
             return {ADAPTER_CONFIG: orjson.dumps(config, _listed, orjson.OPT_NON_STR_KEYS).decode()}
         except (TypeError, ValueError) as error:
             problem = f"the adapter's configuration cannot be written as JSON ({error})"
-            raise BadPart(f"{problem}: pass what adapter_config.json holds") from None
+            raise PublishError(f"{problem}: pass what adapter_config.json holds", code="bad_part") from None
 
 
 def _listed(value: Any) -> list[Any]:
@@ -73,7 +78,7 @@ def content_of(
     what: Adapter | Mapping[str, Any] | Iterable[tuple[str, Any]], strip: str = ""
 ) -> tuple[Iterable[tuple[str, Any]], dict[str, str]]:
     """(name, tensor) pairs of what is published, taken one at a time, and its metadata. `strip` is taken away where a
-    name begins with it, but for an adapter. Raises BadPart; PublishError at the first item that is no pair."""
+    name begins with it, but for an adapter. Raises PublishError, also at the first item that is no pair."""
     if not isinstance(strip, str):
         raise PublishError(f"strip cannot be {shown(strip)}: pass a text that names begin with")
     given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
@@ -90,13 +95,18 @@ def _pairs(given: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_name(part: str, model: str = "") -> str:
-    """`part` itself. Raises BadPart unless it is "" (the base), "draft" or "lora/NAME", with another NAME than `model`:
-    clients ask for either by name, and instances look for adapters first."""
+    """`part` itself. Raises PublishError unless it is "" (the base), "draft" or "lora/NAME", with another NAME than
+    `model`: clients ask for either by name, and instances look for adapters first."""
     if model and part == LORA + model:
-        raise BadPart(f"{part!r} would take the requests for the model {model!r} itself: give the adapter another name")
+        raise PublishError(
+            f"{part!r} would take the requests for the model {model!r} itself: give the adapter another name",
+            code="bad_part",
+        )
     if part in (BASE, DRAFT) or (isinstance(part, str) and _LORA_NAME.fullmatch(part)):
         return part
-    raise BadPart(f'no part can be called {shown(part)}: use "draft" or "lora/NAME" (NAME: {NAME_RULE})')
+    raise PublishError(
+        f'no part can be called {shown(part)}: use "draft" or "lora/NAME" (NAME: {NAME_RULE})', code="bad_part"
+    )
 
 
 def join(fingerprints: Mapping[str, str]) -> str:
@@ -116,7 +126,7 @@ def join(fingerprints: Mapping[str, str]) -> str:
 def combined(reports: Sequence[Mapping[str, Any]]) -> str:
     """The fingerprint of a staged version from every worker's report: `sums` of the base, and of each of its `parts`.
 
-    "" where a worker does not report sums. Raises ChecksumMismatch, PartsMismatch.
+    "" where a worker does not report sums. Raises TensorError.
     """
     from weightsync.format.fingerprint import (
         combine,  # numba, which vLLM does not bear to be imported before it has started
@@ -130,14 +140,17 @@ def combined(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_without(without: Collection[str], brought: Container[str], basis: VersionRecord | None) -> None:
-    """Raises BadPart unless each of `without` is a part of `basis` that the new version does not bring."""
+    """Raises PublishError unless each of `without` is a part of `basis` that the new version does not bring."""
     there = sorted(part.name for part in basis.parts) if basis is not None else []
     for name in without:
         if name in brought:
-            raise BadPart(f"{shown(name)} cannot be brought and taken away in one version: leave it out of one of both")
+            raise PublishError(
+                f"{shown(name)} cannot be brought and taken away in one version: leave it out of one of both",
+                code="bad_part",
+            )
         if name not in there:
             known = f"it has {', '.join(there)}" if there else "it has none"
-            raise BadPart(f"the version before has no part {shown(name)} to take away: {known}")
+            raise PublishError(f"the version before has no part {shown(name)} to take away: {known}", code="bad_part")
 
 
 def compose(
@@ -149,14 +162,16 @@ def compose(
     """`record` as it becomes ready: what it publishes itself, and all else carried on from `basis`, but for the parts
     `without` which it is to be.
 
-    A part named BASE in `published` is the base model. Raises BadPart when there is no base to carry on.
+    A part named BASE in `published` is the base model. Raises PublishError when there is no base to carry on.
     """
     own = {part.name: part for part in published}
     tensors = record.tensors if BASE in own or basis is None else basis.tensors
     base = own.pop(BASE, None) or base_of(basis)
     if base is None:
         what = ", ".join(sorted(own)) or "a version without parts"
-        raise BadPart(f"there is no base model yet to publish {what} for: publish one first, or with it")
+        raise PublishError(
+            f"there is no base model yet to publish {what} for: publish one first, or with it", code="bad_part"
+        )
     parts = {part.name: part for part in basis.parts if part.name not in without} if basis is not None else {}
     parts |= own
     fingerprints = {BASE: base.fingerprint, **{name: part.fingerprint for name, part in parts.items()}}

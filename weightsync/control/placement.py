@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord
-from weightsync.errors import BadSplit, NotEnoughInstances
+from weightsync.errors import SwapError, not_enough_instances
 
 EXACT = 1e-6
 HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")  # a field name of RFC 9110
@@ -25,9 +25,9 @@ def needed(split: SplitRecord) -> int:
 
 
 def counts(active: int, split: SplitRecord, instances: int) -> dict[int, int]:
-    """How many of `instances` run each version. Raises NotEnoughInstances."""
+    """How many of `instances` run each version. Raises SwapError."""
     if instances < needed(split):
-        raise NotEnoughInstances(len(split.shares) + 1, split.minimum, instances)
+        raise not_enough_instances(len(split.shares) + 1, split.minimum, instances)
     percents = split.percents(active)
     found = dict.fromkeys(percents, split.minimum)
     for _ in range(instances - needed(split)):  # each one more goes where most is lacking
@@ -37,7 +37,7 @@ def counts(active: int, split: SplitRecord, instances: int) -> dict[int, int]:
 
 
 def place(active: int, split: SplitRecord, instances: Mapping[str, InstanceRecord]) -> SplitRecord:
-    """The split with the names of the instances of each share, by what they run now. Raises NotEnoughInstances."""
+    """The split with the names of the instances of each share, by what they run now. Raises SwapError."""
     wanted = counts(active, split, len(instances))
     placed: dict[int, list[str]] = {version: [] for version in wanted}
     free = []
@@ -85,18 +85,20 @@ def split_of(
     """The version that is to be active, and the split, for `percents` by version: the active one stays so if it is
     among them, else the one with most becomes it. `shadow`: percent of the requests that are repeated, by version.
 
-    Raises BadSplit.
+    Raises SwapError.
     """
     repeated = {version: float(percent) for version, percent in (shadow or {}).items()}
     if len(percents) < 2:
-        raise BadSplit("it takes two versions or more; to serve one alone, activate it")
+        raise SwapError("it takes two versions or more; to serve one alone, activate it", code="bad_split")
     if any(not 0 <= percent <= 100 for percent in percents.values()) or abs(sum(percents.values()) - 100) > EXACT:
-        raise BadSplit(f"percentages are from 0 to 100 and make 100 together, and not {sum(percents.values()):g}")
+        raise SwapError(
+            f"percentages are from 0 to 100 and make 100 together, and not {sum(percents.values()):g}", code="bad_split"
+        )
     if minimum < 1:
-        raise BadSplit("each version takes an instance at least")
+        raise SwapError("each version takes an instance at least", code="bad_split")
     name = sticky.removeprefix("header:")
     if sticky not in ("", "key", "session") and not (name != sticky and HEADER.fullmatch(name)):
-        raise BadSplit(f"requests cannot stick by {sticky!r}; choose key, session or header:NAME")
+        raise SwapError(f"requests cannot stick by {sticky!r}; choose key, session or header:NAME", code="bad_split")
     first = active if active in percents else max(percents, key=lambda v: (percents[v], -v))
     assert first is not None
     shares = tuple(
@@ -104,7 +106,10 @@ def split_of(
     )
     others = {share.version for share in shares}
     if repeated.keys() - others or any(not 0 <= percent <= 100 for percent in repeated.values()):
-        raise BadSplit(f"up to 100 % of the requests can be repeated on a version that is not the active one ({first})")
+        raise SwapError(
+            f"up to 100 % of the requests can be repeated on a version that is not the active one ({first})",
+            code="bad_split",
+        )
     return first, SplitRecord(shares, sticky.lower(), minimum)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import xxhash
 
 from weightsync.control.strict_json import Record, shown
-from weightsync.errors import RecordRefused, WeightSyncError
+from weightsync.errors import WeightSyncError, record_refused
 
 VersionState = Literal["publishing", "ready", "retired"]
 SwapMode = Literal["together", "rolling"]
@@ -31,12 +31,12 @@ TAKEN = frozenset(
 
 
 def check_leaf(what: str, name: str) -> str:
-    """`name` itself, which is to be the last part of a key. Raises RecordRefused, which names `what` it is.
+    """`name` itself, which is to be the last part of a key. Raises RecordError, which names `what` it is.
 
     A key that ends with "/" stands for all keys under it where revisions are compared (`Store.txn`)."""
     if not isinstance(name, str) or not name or "/" in name or not name.isprintable() or len(name) > MOST_NAME:
         problem = f"{shown(name)} cannot be the end of a key"
-        raise RecordRefused(what, problem, f'Use 1 to {MOST_NAME} printable characters without "/"')
+        raise record_refused(what, problem, f'Use 1 to {MOST_NAME} printable characters without "/"')
     return name
 
 
@@ -49,10 +49,10 @@ class Keys:
     def __post_init__(self) -> None:
         if not self.model or not self.model.isprintable() or len(self.model) > MOST_NAME:
             advice = f"Use 1 to {MOST_NAME} printable characters"
-            raise RecordRefused("model name", f"{shown(self.model)} cannot be part of a key", advice)
+            raise record_refused("model name", f"{shown(self.model)} cannot be part of a key", advice)
         if taken := TAKEN.intersection(self.model.split("/")[1:]):
             problem = f"{self.model!r} would write among the records of another model"
-            raise RecordRefused("model name", problem, f"Leave {min(taken)!r} out of it")
+            raise record_refused("model name", problem, f"Leave {min(taken)!r} out of it")
 
     @property
     def root(self) -> str:

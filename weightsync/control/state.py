@@ -69,14 +69,7 @@ from weightsync.control.records import (
     shared_versions,
 )
 from weightsync.control.trial import ProbeResult
-from weightsync.errors import (
-    ConfigMismatch,
-    DtypeMismatch,
-    MissingTensor,
-    NotEnoughInstances,
-    ShapeMismatch,
-    UnexpectedTensor,
-)
+from weightsync.errors import SwapError
 
 CONFIRM_S = 45.0  # for an instance to say after a commit that it flipped: 30 s for its `finish` requests, and more
 ROLLING_DRAIN_S = 30.0
@@ -85,7 +78,7 @@ REPLACE_S = 30.0
 TOO_OLD = "one of an older release never does: swap with mode together until all instances are upgraded"
 CANNOT_READ = "one of an older release never is, as it cannot read of its trial: upgrade all instances first"
 NOT_RUN = "a newer version was asked for before an instance had run it"
-MISFITS = frozenset(e.code for e in (ConfigMismatch, MissingTensor, UnexpectedTensor, ShapeMismatch, DtypeMismatch))
+MISFITS = frozenset({"config_mismatch", "missing_tensor", "unexpected_tensor", "shape_mismatch", "dtype_mismatch"})
 PARTICIPATING = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
 
 
@@ -261,7 +254,7 @@ def _open_split(view: View, swap: SwapRecord, split: SplitRecord) -> Step:
     reason = f"a split is of versions that one engine can run ({view.changes})" if view.changes else ""
     try:
         found = placement.place(swap.target, split, {name: view.instances[name] for name in swap.participants})
-    except NotEnoughInstances as error:
+    except SwapError as error:
         reason = reason or str(error)
     if reason:
         return Step("refuse", replace(swap, phase="aborted", reason=reason))
@@ -397,7 +390,7 @@ def _blocked(view: View, swap: SwapRecord) -> Step | None:
 
 def _at_fault(error: ErrorInfo) -> bool:
     """Whether the version is at fault, and not the instance."""
-    return error.tensor is not None or error.code == ConfigMismatch.code
+    return error.tensor is not None or error.code == "config_mismatch"
 
 
 def _lost(view: View, name: str) -> str | None:

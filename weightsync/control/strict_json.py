@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hin
 
 import orjson
 
-from weightsync.errors import RecordError, RecordRefused
+from weightsync.errors import RecordError, record_refused
 
 log = logging.getLogger("weightsync.records")
 NOT_WRITTEN = "Nothing was written: pass a value of the field's own type"
@@ -30,26 +30,28 @@ class Record:
     LONG_TEXTS = False  # documents, whose size the store bounds
 
     def to_json(self) -> bytes:
-        """Raises RecordRefused, which names the field, for what `from_json` would refuse or read as another record, and
+        """Raises RecordError, which names the field, for what `from_json` would refuse or read as another record, and
         for what is too large: in the store, it would stop every reader or every later writer."""
         kind = type(self)
         try:
             raw = orjson.dumps(_written(self))
             same = kind.from_json(raw) == self
         except (TypeError, ValueError) as error:  # a numpy value compares as an array
-            raise RecordRefused(kind.__name__, self._odd_field() or str(error), NOT_WRITTEN) from error
+            raise record_refused(kind.__name__, self._odd_field() or str(error), NOT_WRITTEN) from error
         except RecordError as error:
             named = "" if "field" in error.problem else self._odd_field()
-            raise RecordRefused(kind.__name__ if named else error.record, named or error.problem, NOT_WRITTEN) from None
+            raise record_refused(
+                kind.__name__ if named else error.record, named or error.problem, NOT_WRITTEN
+            ) from None
         if not same:
-            raise RecordRefused(kind.__name__, self._odd_field() or "it is read as another record", NOT_WRITTEN)
+            raise record_refused(kind.__name__, self._odd_field() or "it is read as another record", NOT_WRITTEN)
         if not self.LONG_TEXTS:
             for name, length in _texts(self):
                 if length > MOST_TEXT:
                     problem = f"field {name!r} has {length:,} characters, {MOST_TEXT:,} are the most"
-                    raise RecordRefused(kind.__name__, problem, "Nothing was written: shorten it")
+                    raise record_refused(kind.__name__, problem, "Nothing was written: shorten it")
             if len(raw) > MOST:
-                raise RecordRefused(kind.__name__, f"it takes {len(raw):,} bytes, {MOST:,} are the most", "Shorten it")
+                raise record_refused(kind.__name__, f"it takes {len(raw):,} bytes, {MOST:,} are the most", "Shorten it")
         return raw
 
     def _odd_field(self) -> str:

@@ -51,11 +51,11 @@ from weightsync.control.strict_json import shown
 from weightsync.control.trial import ProbeResult
 from weightsync.errors import (
     Conflict,
-    FingerprintMismatch,
-    RecordRefused,
     StoreRefused,
-    SwapAborted,
-    UnknownVersion,
+    fingerprint_mismatch,
+    record_refused,
+    swap_aborted,
+    unknown_version,
 )
 from weightsync.store.protocol import MISSING, KeyValue, Store
 
@@ -80,11 +80,11 @@ def new_target(
     split: SplitRecord | None = None,
     deadline_name: str = "deadline_s",
 ) -> TargetRecord:
-    """Raises RecordRefused for what no swap can be asked for with; it calls the deadline `deadline_name`."""
+    """Raises RecordError for what no swap can be asked for with; it calls the deadline `deadline_name`."""
     for name, value in {deadline_name: deadline_s, "drain_s": drain_s}.items():
         if value is not None and not (isinstance(value, int | float) and 0 <= value <= MOST_WAIT_S):
             problem = f"{name!r} cannot be {shown(value)}"
-            raise RecordRefused("TargetRecord", problem, f"Nothing was written: pass 0 to {MOST_WAIT_S:,} seconds")
+            raise record_refused("TargetRecord", problem, f"Nothing was written: pass 0 to {MOST_WAIT_S:,} seconds")
     if drain_s is None:  # else streams that are still there would go on with weights nobody has vouched for
         drain_s = ROLLING_DRAIN_S if mode == "rolling" else 0.0
     target = TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost, split)
@@ -103,14 +103,14 @@ class Approval:
 
 
 async def ready_revisions(store: Store, keys: Keys, target: TargetRecord) -> dict[str, int]:
-    """The records of the versions it asks for. Raises UnknownVersion when one is not ready."""
+    """The records of the versions it asks for. Raises SwapError when one is not ready."""
     ready = {}
     for version in (target.version, *shared_versions(target.split)):
         found = await store.get(keys.version(version))
         record = VersionRecord.readable(found.key, found.value) if found else None
         state = record.state if record is not None else None
         if found is None or state != "ready":
-            raise UnknownVersion(version, state)
+            raise unknown_version(version, state)
         ready[keys.version(version)] = found.mod_revision
     return ready
 
@@ -129,7 +129,7 @@ async def request(
 
     `reason` and `action` are for the ledger. The request behind `approval` waits no more, in the same transaction.
 
-    An operator asks without a fence. Raises UnknownVersion when a version is not ready, Conflict when `fence` fell.
+    An operator asks without a fence. Raises SwapError when a version is not ready, Conflict when `fence` fell.
     """
     fence = {**(fence or {}), **({approval.key: approval.revision} if approval is not None else {})}
     asked = asking(keys, target, reason, action)
@@ -371,7 +371,7 @@ class InstanceSteps:
                 fingerprint = self._take_staged()
             if not agent_state.same(fingerprint, active.fingerprint):
                 await self._let_go(board, active.version)  # or it would be taken for staged the next time
-                raise FingerprintMismatch(active.version, active.fingerprint, fingerprint or "")
+                raise fingerprint_mismatch(active.version, active.fingerprint, fingerprint or "")
             version = _ready(board, active.version)
         except Exception as error:
             behind = agent_state.behind(self.record, active, ErrorInfo.of(error))
@@ -384,7 +384,7 @@ class InstanceSteps:
         try:
             result = await self._engine.commit(active, version)
             if not agent_state.same(result.fingerprint, active.fingerprint):
-                raise FingerprintMismatch(active.version, active.fingerprint, result.fingerprint or "")
+                raise fingerprint_mismatch(active.version, active.fingerprint, result.fingerprint or "")
         except Exception as error:
             log.exception("instance %s is torn", record.id)
             await self._say(agent_state.torn(self.record, ErrorInfo.of(error)))
@@ -398,7 +398,7 @@ class InstanceSteps:
         return None
 
     def _is_staged(self, board: Board, number: int) -> bool:
-        """Whether the staging of `number` has ended; begins it if need be. Raises UnknownVersion.
+        """Whether the staging of `number` has ended; begins it if need be. Raises SwapError.
 
         There is one staging at a time: after one that was given up it begins when that has ended.
         """
@@ -457,7 +457,7 @@ class InstanceSteps:
 def _ready(board: Board, number: int) -> VersionRecord:
     version = board.version(number)
     if version is None or version.state != "ready":
-        raise UnknownVersion(number, version.state if version else None)
+        raise unknown_version(number, version.state if version else None)
     return version
 
 
@@ -465,11 +465,11 @@ def _ready(board: Board, number: int) -> VersionRecord:
 
 
 async def previous_version(store: Store, keys: Keys) -> int:
-    """The version a rollback goes to. Raises SwapAborted when there is none."""
+    """The version a rollback goes to. Raises SwapError when there is none."""
     found = await store.get(keys.active)
     active = ActiveRecord.from_json(found.value) if found else None
     if active is None or active.previous is None:
-        raise SwapAborted(active.version if active else 0, "there is no previous version to roll back to")
+        raise swap_aborted(active.version if active else 0, "there is no previous version to roll back to")
     return active.previous
 
 

@@ -9,6 +9,18 @@ class TransferError(WeightSyncError):
     """A read from another host's memory did not happen; what arrived of it is not to be used."""
 
 
+def transfer_failed(peer: str, reason: str) -> TransferError:
+    """A read ended before all its bytes were there; nothing more is written. Reading again, elsewhere, may work."""
+    message = f"reading from {peer} failed: {reason}; read again, or from another host"
+    return TransferError(message, code="transfer_failed", reason=reason)
+
+
+def transfer_timed_out(peer: str, seconds: float) -> TransferError:
+    """A read was not done in time and was given up; nothing more is written."""
+    message = f"reading from {peer} was not done after {seconds:g} s: read from another host"
+    return TransferError(message, code="transfer_timed_out")
+
+
 class TransportUnavailable(TransferError):
     """A transport cannot be used on this machine: not installed, broken, or not allowed as configured."""
 
@@ -25,32 +37,23 @@ class PeerUnreachable(TransferError):
         super().__init__(f"peer {peer} cannot be reached: {reason}; read from another host, or look whether it is up")
 
 
-class TransferFailed(TransferError):
-    """A read ended before all its bytes were there; nothing more is written. Reading again, elsewhere, may work."""
-
-    def __init__(self, peer: str, reason: str) -> None:
-        self.peer, self.reason = peer, reason
-        super().__init__(f"reading from {peer} failed: {reason}; read again, or from another host")
-
-
-class TransferTimedOut(TransferError):
-    """A read was not done in time and was given up; nothing more is written."""
-
-    def __init__(self, peer: str, seconds: float) -> None:
-        self.peer, self.seconds = peer, seconds
-        super().__init__(f"reading from {peer} was not done after {seconds:g} s: read from another host")
-
-
 class PeerError(WeightSyncError):
     """A version could not be had from another host."""
 
 
-class CopyUnavailable(PeerError):
+def copy_unavailable(version: int, host: str, reason: str, cause: str | None = None) -> PeerError:
     """This host has no copy of a version; `cause` is the code of what kept its peer from fetching one, if known."""
+    message = f"version {version} is not on host {host or '(unnamed)'}: {reason}"
+    return PeerError(message, code="copy_unavailable", version=version, cause=cause)
 
-    def __init__(self, version: int, host: str, reason: str, cause: str | None = None) -> None:
-        self.version, self.host, self.cause = version, host, cause
-        super().__init__(f"version {version} is not on host {host or '(unnamed)'}: {reason}")
+
+def bad_host_name(host: str) -> PeerError:
+    """A host cannot be called so."""
+    message = (
+        f"no host can be called {host!r}: set HOTSWAP_HOST to lower-case letters, digits, dots and dashes, 63 at "
+        "most, with a letter or digit at both ends"
+    )
+    return PeerError(message, code="host_name")
 
 
 class PeerRefused(PeerError):
@@ -59,19 +62,6 @@ class PeerRefused(PeerError):
     def __init__(self, host: str, status: int, reason: str, message: str) -> None:
         self.host, self.status, self.reason, self.message = host, status, reason, message
         super().__init__(f"the peer of {host} answers {status} ({reason}): {message}")
-
-
-class HostNameError(PeerError):
-    """A host cannot be called so."""
-
-    code = "host_name"
-
-    def __init__(self, host: str) -> None:
-        self.host = host
-        super().__init__(
-            f"no host can be called {host!r}: set HOTSWAP_HOST to lower-case letters, digits, dots and dashes, 63 at "
-            "most, with a letter or digit at both ends"
-        )
 
 
 class TlsUnavailable(WeightSyncError):

@@ -11,10 +11,6 @@ class ArenaError(WeightSyncError):
     """Shared-memory slots cannot be had."""
 
 
-class ArenaUnavailable(ArenaError):
-    """The arena directory is absent, unwritable or not private."""
-
-
 class ArenaFull(ArenaError):
     """No room for one more slot. `needed` and `free` are bytes."""
 
@@ -38,12 +34,9 @@ class PersistError(WeightSyncError):
     """The directory with the copies of versions cannot be used."""
 
 
-class PersistFull(PersistError):
+def persist_full(version: int, problem: str) -> PersistError:
     """A version was not written to disk, for want of room; what is there stays."""
-
-    def __init__(self, version: int, problem: str) -> None:
-        self.version, self.problem = version, problem
-        super().__init__(f"version {version} is not on disk: {problem}")
+    return PersistError(f"version {version} is not on disk: {problem}", code="persist_full", version=version)
 
 
 class VersionLost(PersistError):
@@ -56,20 +49,7 @@ class VersionLost(PersistError):
 
 
 class BucketError(WeightSyncError):
-    """A bucket of versions cannot be used as it was named."""
-
-
-class BucketUnavailable(BucketError):
-    """It cannot be reached, read or written now; doing the same again later may work."""
-
-
-class BucketTaken(BucketError):
-    """The number that this publisher would have used next is another's."""
-
-    def __init__(self, url: str, number: int) -> None:
-        self.number = number
-        advice = "stop one of the two, or give this one a prefix of its own; a new publisher goes on from there"
-        super().__init__(f"another publisher has published version {number} in {url}: {advice}")
+    """A bucket of versions cannot be used as it was named, or now."""
 
 
 class BucketDamaged(BucketError):
@@ -80,22 +60,19 @@ class BucketDamaged(BucketError):
         super().__init__(f"{path} is damaged: {problem}; publish a later version, in full")
 
 
-class VersionNeeded(BucketError):
-    """A version of a bucket cannot be removed: `users` are the versions that need it, none if it is the newest."""
-
-    def __init__(self, bucket: str, version: int, users: Sequence[int]) -> None:
-        self.bucket, self.version, self.users = bucket, version, tuple(users)
-        needed = (
-            f"versions {', '.join(map(str, users))} need it: remove those first"
-            if users
-            else ("it is the newest, which followers take: publish another one first")
-        )
-        super().__init__(f"version {version} stays in {bucket}; {needed}")
-
-
 class VersionGone(BucketError):
     """A version that was there a moment ago was removed, as newer ones came."""
 
     def __init__(self, url: str, number: int) -> None:
         self.number = number
         super().__init__(f"version {number} is no longer in {url}: take the newest one, or keep more (`keep`)")
+
+
+def version_needed(bucket: str, version: int, users: Sequence[int]) -> BucketError:
+    """A version of a bucket cannot be removed: `users` are the versions that need it, none if it is the newest."""
+    needed = (
+        f"versions {', '.join(map(str, users))} need it: remove those first"
+        if users
+        else "it is the newest, which followers take: publish another one first"
+    )
+    return BucketError(f"version {version} stays in {bucket}; {needed}", code="version_needed", version=version)

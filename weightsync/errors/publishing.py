@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 from weightsync.errors.base import WeightSyncError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class PublishError(WeightSyncError):
-    """A version could not be published."""
+    """A version could not be published, or not be made active."""
 
 
-class BadPart(PublishError):
-    """A part cannot be published so: its name, an adapter without its configuration, or no base model to go with."""
+def publishing(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, of whose errors all are PublishErrors: any other has its code, message and attributes, and is its
+    cause."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except PublishError:
+            raise
+        except WeightSyncError as error:
+            raise PublishError(str(error), **{"code": error.code, **vars(error)}) from error
+
+    return call
 
 
 class UnknownModel(PublishError):
@@ -38,15 +55,7 @@ class StalePublisher(PublishError):
         )
 
 
-class DraftLost(PublishError):
-    """The lease of a draft with shares on other hosts ended before the commit: these hosts may have freed them."""
-
-
-class DraftClosed(PublishError):
-    """The draft was already committed or aborted; begin another."""
-
-
-class CheckpointError(WeightSyncError):
+class CheckpointError(PublishError):
     """A checkpoint cannot be read. `file` and `tensor` say where, when known."""
 
     def __init__(self, file: str, problem: str, *, tensor: str | None = None) -> None:
@@ -54,31 +63,33 @@ class CheckpointError(WeightSyncError):
         super().__init__(f"{file}: {problem}")
 
 
-class DeltaError(WeightSyncError):
+class DeltaError(PublishError):
     """A delta is damaged, cut off, or was never one; nothing of it was published."""
 
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
-        super().__init__(f"not a sound delta: {problem}. Send the version again")
+    def __init__(self, problem: str, *, code: str | None = None, **details: object) -> None:
+        super().__init__(f"not a sound delta: {problem}. Send the version again", code=code, **details)
 
 
-class DeltaBaseMismatch(DeltaError):
+def unknown_base(version: int, expected: str, got: str | None) -> DeltaError:
     """The base of a delta is retired, was never here, or is another version than the one the delta was made against."""
-
-    code = "unknown_base"
-
-    def __init__(self, version: int, expected: str, got: str | None) -> None:
-        self.version, self.expected, self.got = version, expected, got
-        found = "is not here" if got is None else f"has digest {got} here"
-        super().__init__(f"its base, version {version} with digest {expected}, {found}: send the full version instead")
+    found = "is not here" if got is None else f"has digest {got} here"
+    problem = f"its base, version {version} with digest {expected}, {found}: send the full version instead"
+    return DeltaError(problem, code="unknown_base", version=version, expected=expected, got=got)
 
 
-class RemoteError(WeightSyncError):
-    """A server refused a version, or could not be reached. `status` is HTTP's, `answer_code` the server's, if known."""
+def config_mismatch(field: str, problem: str) -> PublishError:
+    """The config.json of a version does not fit to the tokenizer and the code of instances, by its `field`."""
+    message = (
+        f"the config.json of this version has another {field} ({problem}), which does not fit to the tokenizer and "
+        "the limits of the served model: serve it as a model of its own, with `hotswap up --model DIR --name NAME`"
+    )
+    return PublishError(message, code="config_mismatch", field=field)
 
-    def __init__(self, message: str, *, status: int | None = None, answer_code: str | None = None) -> None:
-        self.status, self.answer_code = status, answer_code
-        super().__init__(message)
+
+def version_refused(version: int, problem: str) -> PublishError:
+    """The policy of an instance asks for a signature that this version does not have."""
+    message = f"{problem}: it is not staged; publish it again, signed with a key that the instance trusts"
+    return PublishError(message, code="version_refused", version=version)
 
 
 class SigningKeyError(WeightSyncError):
@@ -86,11 +97,3 @@ class SigningKeyError(WeightSyncError):
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
-
-
-class VersionRefused(WeightSyncError):
-    """The policy of an instance asks for a signature that this version does not have."""
-
-    def __init__(self, version: int, problem: str) -> None:
-        self.version = version
-        super().__init__(f"{problem}: it is not staged; publish it again, signed with a key that the instance trusts")

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 from weightsync.errors.base import WeightSyncError
 
+RELEASES = "Was it written by another release? Run the same one everywhere"
+
 
 class StoreError(WeightSyncError):
     """The store refused or could not answer."""
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be used now; reading or writing again later may work."""
+    """The store cannot be used now; reading or writing again later may work.
 
-    def __init__(self, path: str, reason: str, advice: str) -> None:
+    Not so with the code `store_lost`: there is another store than the one this process was using, or an older copy of
+    it. It is never taken for that one: its version numbers would begin again under engines that run some, and its keys
+    would be none.
+    """
+
+    def __init__(self, path: str, reason: str, advice: str, *, code: str | None = None) -> None:
         self.path, self.reason, self.advice = path, reason, advice
-        super().__init__(f"store {path}: {reason}. {advice}")
+        super().__init__(f"store {path}: {reason}. {advice}", code=code)
 
 
 class StoreRefused(StoreUnavailable):
     """The store answers and refuses this client or what it asks; trying again helps after somebody has changed it."""
 
 
-class StoreLost(StoreUnavailable):
-    """There is another store than the one this process was using, or an older copy of it.
-
-    It is never taken for that one: its version numbers would begin again under engines that run some, and its keys
-    would be none.
-    """
-
-
-class StoreClosed(StoreError):
+def store_closed(owner: str) -> StoreError:
     """This program has closed its connection to the store, or the publisher that had it."""
-
-    def __init__(self, owner: str) -> None:
-        super().__init__(f"this {owner} was closed: make another")
+    return StoreError(f"this {owner} was closed: make another", code="store_closed")
 
 
 class Conflict(StoreError):
@@ -65,15 +62,14 @@ class WatchCompacted(StoreError):
 class RecordError(StoreError):
     """A record is not what its key says it is."""
 
-    def __init__(
-        self, record: str, problem: str, advice: str = "Was it written by another release? Run the same one everywhere"
-    ) -> None:
+    def __init__(self, record: str, problem: str, advice: str = RELEASES, *, code: str | None = None) -> None:
         self.record, self.problem = record, problem
-        super().__init__(f"{record}: {problem}. {advice}")
+        super().__init__(f"{record}: {problem}. {advice}", code=code)
 
 
-class RecordRefused(RecordError):
+def record_refused(record: str, problem: str, advice: str = RELEASES) -> RecordError:
     """A name or a value that no record can have. Nothing was written."""
+    return RecordError(record, problem, advice, code="record_refused")
 
 
 class LedgerUnavailable(WeightSyncError):

@@ -1,118 +1,70 @@
-"""Errors of one tensor, or of what tensors are made of."""
+"""Errors of one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from weightsync.errors.base import WeightSyncError
-
-
-class TensorError(WeightSyncError):
-    """One tensor is to blame; `tensor` names it."""
-
-    def __init__(self, tensor: str, message: str) -> None:
-        self.tensor: str = tensor
-        super().__init__(message)
-
+from weightsync.errors.publishing import PublishError
 
 OTHER_FORM = ", or give the config.json of a checkpoint that is so (config=, `hotswap weights push DIR`)"
 
 
-class TensorMismatch(TensorError):
-    """A tensor is not what the reference schema says; `expected` and `got` are what they say of it."""
+class TensorError(PublishError):
+    """One tensor is to blame; `tensor` names it. `expected` and `got`, where there are such, say what is wrong."""
 
-    def __init__(self, tensor: str, expected: object, got: object, message: str) -> None:
-        self.expected, self.got = expected, got
-        super().__init__(tensor, message)
+    tensor: str
+    expected: Any = None
+    got: Any = None
 
 
-class MissingTensor(TensorMismatch):
+def missing_tensor(tensor: str, expected: object = None) -> TensorError:
     """A tensor of the schema was not delivered."""
+    message = f"tensor {tensor!r} is missing: publish every tensor{OTHER_FORM}"
+    return TensorError(message, tensor=tensor, code="missing_tensor", expected=expected)
 
-    def __init__(self, tensor: str, expected: object = None) -> None:
-        super().__init__(tensor, expected, None, f"tensor {tensor!r} is missing: publish every tensor{OTHER_FORM}")
 
-
-class UnexpectedTensor(TensorMismatch):
+def unexpected_tensor(tensor: str, got: object = None, advice: str = "") -> TensorError:
     """A tensor that the schema does not have. `advice`: what else to do than to leave it out."""
-
-    def __init__(self, tensor: str, got: object = None, advice: str = "") -> None:
-        remedy = f"; {advice}" if advice else f": leave it out{OTHER_FORM}"
-        message = f"tensor {tensor!r} is not part of the served model{remedy}"
-        super().__init__(tensor, None, got, message)
+    remedy = f"; {advice}" if advice else f": leave it out{OTHER_FORM}"
+    message = f"tensor {tensor!r} is not part of the served model{remedy}"
+    return TensorError(message, tensor=tensor, code="unexpected_tensor", got=got)
 
 
-class ShapeMismatch(TensorMismatch):
+def shape_mismatch(tensor: str, expected: Sequence[int], got: Sequence[int]) -> TensorError:
     """A tensor has another shape than the schema says."""
-
-    def __init__(self, tensor: str, expected: Sequence[int], got: Sequence[int]) -> None:
-        message = (
-            f"tensor {tensor!r} has shape {list(got)}, the served model has {list(expected)}: check it{OTHER_FORM}"
-        )
-        super().__init__(tensor, tuple(expected), tuple(got), message)
+    message = f"tensor {tensor!r} has shape {list(got)}, the served model has {list(expected)}: check it{OTHER_FORM}"
+    return TensorError(message, tensor=tensor, code="shape_mismatch", expected=tuple(expected), got=tuple(got))
 
 
-class DtypeMismatch(TensorMismatch):
+def dtype_mismatch(tensor: str, expected: str, got: str) -> TensorError:
     """A tensor has another dtype than the schema says."""
-
-    def __init__(self, tensor: str, expected: str, got: str) -> None:
-        message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it (`cast=True`){OTHER_FORM}"
-        super().__init__(tensor, expected, got, message)
+    message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it (`cast=True`){OTHER_FORM}"
+    return TensorError(message, tensor=tensor, code="dtype_mismatch", expected=expected, got=got)
 
 
-class DigestMismatch(TensorError):
+def digest_mismatch(tensor: str, expected: str, got: str) -> TensorError:
     """The bytes of a tensor are not those that were published."""
-
-    def __init__(self, tensor: str, expected: str, got: str) -> None:
-        self.expected, self.got = expected, got
-        super().__init__(
-            tensor, f"tensor {tensor!r} has digest {got}, published was {expected}: its bytes changed; publish it again"
-        )
+    message = f"tensor {tensor!r} has digest {got}, published was {expected}: its bytes changed; publish it again"
+    return TensorError(message, tensor=tensor, code="digest_mismatch", expected=expected, got=got)
 
 
-class NotFinite(TensorError):
+def not_finite(tensor: str, dtype: str) -> TensorError:
     """A tensor has NaN or infinities, as it was published or in the type that it is served in."""
-
-    def __init__(self, tensor: str, dtype: str) -> None:
-        super().__init__(
-            tensor,
-            f"tensor {tensor!r} has NaN or infinite values in {dtype}: publish weights that are finite, or start "
-            "instances with --allow-non-finite",
-        )
+    message = (
+        f"tensor {tensor!r} has NaN or infinite values in {dtype}: publish weights that are finite, or start "
+        "instances with --allow-non-finite"
+    )
+    return TensorError(message, tensor=tensor, code="not_finite")
 
 
-class ChecksumMismatch(TensorError):
+def checksum_mismatch(tensor: str, expected: int, got: int) -> TensorError:
     """A built tensor, or one of two copies of a tensor, does not have the checksum it must have."""
-
-    def __init__(self, tensor: str, expected: int, got: int) -> None:
-        self.expected, self.got = expected, got
-        super().__init__(
-            tensor, f"tensor {tensor!r} has checksum {got:08x} as built, {expected:08x} as published: stage it again"
-        )
+    message = f"tensor {tensor!r} has checksum {got:08x} as built, {expected:08x} as published: stage it again"
+    return TensorError(message, tensor=tensor, code="checksum_mismatch", expected=expected, got=got)
 
 
-class PartsMismatch(TensorError):
-    """The parts of a tensor on all ranks overlap or leave a gap."""
-
-    def __init__(self, tensor: str, covered: int, words: int) -> None:
-        self.covered, self.words = covered, words
-        super().__init__(
-            tensor,
-            f"the ranks hold {covered:,} words of tensor {tensor!r}, which has {words:,}: restart the instance",
-        )
-
-
-class UnsupportedDtype(TensorError):
+def unsupported_dtype(tensor: str, dtype: str) -> TensorError:
     """The element type of a tensor cannot be carried."""
-
-    def __init__(self, tensor: str, dtype: str) -> None:
-        self.dtype = dtype
-        super().__init__(tensor, f"tensor {tensor!r} is {dtype}, which cannot be carried: convert it before publishing")
-
-
-class QuantizationError(WeightSyncError):
-    """Weights cannot be quantised as asked, or not in the form in which the model is served."""
-
-    def __init__(self, message: str, tensor: str | None = None) -> None:
-        self.tensor = tensor
-        super().__init__(message)
+    message = f"tensor {tensor!r} is {dtype}, which cannot be carried: convert it before publishing"
+    return TensorError(message, tensor=tensor, code="unsupported_dtype")

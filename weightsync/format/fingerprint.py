@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from weightsync.errors import ChecksumMismatch, PartsMismatch
+from weightsync.errors import TensorError, checksum_mismatch
 from weightsync.format.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -296,8 +296,8 @@ def fingerprint_of(checksums: Mapping[str, int]) -> str:
 def combine(reports: Reports) -> str:
     """The fingerprint from what all tensor-parallel ranks of an instance report: {name: [Tile.to_row(), ...]} each.
 
-    Raises ChecksumMismatch when two copies of the same part differ (a replicated tensor on two ranks, a tied weight in
-    its two places), PartsMismatch when the parts of a tensor do not cover it exactly once. "" without any report.
+    Raises TensorError when two copies of the same part differ (a replicated tensor on two ranks, a tied weight in its
+    two places), or when the parts of a tensor do not cover it exactly once. "" without any report.
     """
     parts: dict[str, list[Tile]] = {}
     for report in reports:
@@ -312,17 +312,19 @@ def add(name: str, parts: Iterable[Tile]) -> int:
     boxes: dict[tuple[int, int, int, int], Tile] = {}
     for part in parts:
         if (other := boxes.setdefault(part.box, part)).sum != part.sum:
-            raise ChecksumMismatch(name, other.sum, part.sum)
+            raise checksum_mismatch(name, other.sum, part.sum)
     whole = next((p for p in boxes.values() if p.box == (0, p.rows, 0, p.cols)), None)
     if whole is not None and len(boxes) > 1:
         del boxes[whole.box]
         if (found := add(name, boxes.values())) != whole.sum & MASK:
-            raise ChecksumMismatch(name, whole.sum, found)
+            raise checksum_mismatch(name, whole.sum, found)
         return found
     unique = list(boxes.values())
     area = sum((p.row_end - p.row) * (p.col_end - p.col) for p in unique)
     if area != unique[0].rows * unique[0].cols or _overlap(unique):
-        raise PartsMismatch(name, area, unique[0].rows * unique[0].cols)
+        words = unique[0].rows * unique[0].cols
+        message = f"the ranks hold {area:,} words of tensor {name!r}, which has {words:,}: restart the instance"
+        raise TensorError(message, code="parts_mismatch", tensor=name)
     return sum(p.sum for p in unique) & MASK
 
 

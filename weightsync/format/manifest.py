@@ -41,13 +41,13 @@ import orjson
 import xxhash
 
 from weightsync.errors import (
-    DtypeMismatch,
     ManifestError,
-    MissingTensor,
-    ShapeMismatch,
-    TensorMismatch,
-    UnexpectedTensor,
-    UnsupportedDtype,
+    TensorError,
+    dtype_mismatch,
+    missing_tensor,
+    shape_mismatch,
+    unexpected_tensor,
+    unsupported_dtype,
 )
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.naming import advice
@@ -90,14 +90,14 @@ def is_derived(name: str, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors of a model, by name, sorted. Raises UnsupportedDtype."""
+    """The tensors of a model, by name, sorted. Raises TensorError."""
 
     tensors: Mapping[str, TensorSpec]
 
     def __post_init__(self) -> None:
         for name, spec in self.tensors.items():
             if spec.dtype not in ITEMSIZE:
-                raise UnsupportedDtype(name, spec.dtype)
+                raise unsupported_dtype(name, spec.dtype)
         object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
 
     @property
@@ -317,7 +317,7 @@ def parts_of(manifest: Manifest) -> dict[str, list[tuple[int, int, str]]]:
     return found
 
 
-def diff_schema(expected: Schema, got: Schema) -> list[TensorMismatch]:
+def diff_schema(expected: Schema, got: Schema) -> list[TensorError]:
     """Every difference but for derived tensors, as errors to raise or report: missing and unexpected tensors first,
     then shapes and dtypes."""
     if expected.tensors == got.tensors:
@@ -326,18 +326,18 @@ def diff_schema(expected: Schema, got: Schema) -> list[TensorMismatch]:
         {name: spec for name, spec in schema.tensors.items() if not is_derived(name, spec.shape)}
         for schema in (expected, got)
     )
-    missing: list[TensorMismatch] = [MissingTensor(name, want[name]) for name in want if name not in have]
-    extra: list[TensorMismatch] = [UnexpectedTensor(name, have[name]) for name in have if name not in want]
+    missing: list[TensorError] = [missing_tensor(name, want[name]) for name in want if name not in have]
+    extra: list[TensorError] = [unexpected_tensor(name, have[name]) for name in have if name not in want]
     other = [error for name in want if name in have and (error := check_spec(name, want[name], have[name]))]
     return missing + extra + other
 
 
-def check_spec(name: str, expected: TensorSpec, got: TensorSpec) -> TensorMismatch | None:
+def check_spec(name: str, expected: TensorSpec, got: TensorSpec) -> TensorError | None:
     """The mismatch of one tensor, or None."""
     if got.shape != expected.shape:
-        return ShapeMismatch(name, expected.shape, got.shape)
+        return shape_mismatch(name, expected.shape, got.shape)
     if got.dtype != expected.dtype:
-        return DtypeMismatch(name, expected.dtype, got.dtype)
+        return dtype_mismatch(name, expected.dtype, got.dtype)
     return None
 
 
@@ -349,14 +349,14 @@ def require_same_schema(expected: Schema, got: Schema) -> None:
 
 
 def require_names(expected: Schema, got: Schema) -> None:
-    """Raises UnexpectedTensor for tensors under such other names that no engine can have them (`naming.advice`)."""
+    """Raises TensorError for tensors under such other names that no engine can have them (`naming.advice`)."""
     if remedy := advice(got.tensors, expected.tensors):
         name = min(got.tensors.keys() - expected.tensors.keys())
-        raise UnexpectedTensor(name, got.tensors[name], remedy)
+        raise unexpected_tensor(name, got.tensors[name], remedy)
 
 
 def schema_of(specs: Iterable[tuple[str, str, Iterable[int]]]) -> Schema:
-    """A schema from (name, dtype, shape) triples. Raises UnsupportedDtype."""
+    """A schema from (name, dtype, shape) triples. Raises TensorError."""
     return Schema({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in specs})
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
-from weightsync.errors import ArenaFull, ArenaUnavailable, SlotBusy
+from weightsync.errors import ArenaError, ArenaFull, SlotBusy
 from weightsync.format.manifest import PREAMBLE
 
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point; the directory below it is private
@@ -41,24 +41,26 @@ def default_directory(store_url: str, host: str = "") -> Path:
 
 
 class Arena:
-    """The slots in one directory, which is made (0700) if it is not there. Raises ArenaUnavailable."""
+    """The slots in one directory, which is made (0700) if it is not there. Raises ArenaError."""
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         self._make()
 
     def _make(self) -> None:
-        """Make the directory, also where a cleaner or a logout has taken it. Raises ArenaUnavailable."""
+        """Make the directory, also where a cleaner or a logout has taken it. Raises ArenaError."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.directory.stat()
         except OSError as error:
-            raise ArenaUnavailable(
-                f"arena {self.directory}: {error.strerror}; choose a directory on a tmpfs that this user may write to"
+            raise ArenaError(
+                f"arena {self.directory}: {error.strerror}; choose a directory on a tmpfs that this user may write to",
+                code="arena_unavailable",
             ) from error
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-            raise ArenaUnavailable(
-                f"arena {self.directory} may be written by others; `chmod 700` it or choose another directory"
+            raise ArenaError(
+                f"arena {self.directory} may be written by others; `chmod 700` it or choose another directory",
+                code="arena_unavailable",
             )
 
     def slots(self, model: str) -> list[Path]:
@@ -67,7 +69,7 @@ class Arena:
 
     def claim(self, model: str, nbytes: int, in_use: set[str]) -> SlotLock:
         """A slot of at least `nbytes` that nobody uses, locked exclusively; made if there is none. Raises ArenaFull,
-        ArenaUnavailable."""
+        ArenaError."""
         self._make()
         for path in self.slots(model):
             if str(path) in in_use or (lock := SlotLock.try_exclusive(path)) is None:
@@ -92,8 +94,9 @@ class Arena:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ArenaUnavailable(
-                    f"cannot make {path}: {error.strerror}; choose an arena this user may write to"
+                raise ArenaError(
+                    f"cannot make {path}: {error.strerror}; choose an arena this user may write to",
+                    code="arena_unavailable",
                 ) from error
             fcntl.flock(lock.fd, fcntl.LOCK_EX)
             if not lock.in_place:  # somebody saw it before it was locked, still without its size, and removed it
@@ -106,7 +109,7 @@ class Arena:
                 lock.release()
                 if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
                     raise ArenaFull(str(self.directory), nbytes, self.free_nbytes()) from error
-                raise ArenaUnavailable(f"cannot make {path}: {error.strerror}") from error
+                raise ArenaError(f"cannot make {path}: {error.strerror}", code="arena_unavailable") from error
             return lock
         raise AssertionError("unreachable: the names do not end")
 

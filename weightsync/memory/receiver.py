@@ -16,7 +16,7 @@ import time
 import weakref
 from pathlib import Path
 
-from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, SlotBusy
+from weightsync.errors import ManifestError, SlotBusy, digest_mismatch, missing_tensor
 from weightsync.format.manifest import (
     Layout,
     Manifest,
@@ -94,14 +94,14 @@ class SlotReader:
         return self.manifest.nbytes
 
     def entry(self, name: str) -> TensorEntry:
-        """Raises MissingTensor."""
+        """Raises TensorError."""
         try:
             return self.manifest.tensors[name]
         except KeyError:
-            raise MissingTensor(name) from None
+            raise missing_tensor(name) from None
 
     def buffer(self, name: str) -> memoryview:
-        """The bytes of a tensor, in the slot itself, uint8 [nbytes]. Raises MissingTensor."""
+        """The bytes of a tensor, in the slot itself, uint8 [nbytes]. Raises TensorError."""
         entry = self.entry(name)
         assert self._view is not None, "the reader is closed"
         return self._view[entry.offset : entry.offset + entry.nbytes]
@@ -117,14 +117,14 @@ class SlotReader:
             return hashlib.sha256(data).hexdigest()
 
     def verify(self, name: str) -> None:
-        """Raises DigestMismatch when the bytes of the tensor are not those that were published."""
+        """Raises TensorError when the bytes of the tensor are not those that were published."""
         expected = self.entry(name).digest
         with self.buffer(name) as view:
             if (found := digest_of(view)) != expected:
-                raise DigestMismatch(name, expected, found)
+                raise digest_mismatch(name, expected, found)
 
     def verify_all(self, schema: Schema | None = None) -> None:
-        """Names, shapes and dtypes against `schema`, then every digest. Raises TensorMismatch, DigestMismatch."""
+        """Names, shapes and dtypes against `schema`, then every digest. Raises TensorError."""
         if schema is not None:
             require_same_schema(schema, self.manifest.schema)
         for name in self.manifest.tensors:

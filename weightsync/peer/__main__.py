@@ -17,7 +17,7 @@ from pathlib import Path
 
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.hosts import HOST_ENV, check_host
-from weightsync.errors import HostNameError, WeightSyncError
+from weightsync.errors import WeightSyncError, bad_host_name
 from weightsync.memory.arena import Arena
 from weightsync.peer.control import PeerClient, listen
 from weightsync.peer.service import Peer, running
@@ -106,9 +106,9 @@ async def _only_one(arena: Arena, model: str, stopped: asyncio.Event) -> int | N
 
 
 def _settings(options: argparse.Namespace) -> PeerSettings:
-    """Raises HostNameError."""
+    """Raises PeerError."""
     if not options.host_id:
-        raise HostNameError("")
+        raise bad_host_name("")
     limit = options.limit_gbps * 1e9 / 8 if options.limit_gbps else None
     return PeerSettings(
         store=options.store,

@@ -199,11 +199,10 @@ def manifest_of(view: memoryview, digest: str) -> bytes:
     return raw
 
 
-class BadBitmap(TransferError):
+def bad_bitmap(problem: str) -> TransferError:
     """A peer sent no list of chunks, or one of a slot of another size; do not read from that peer."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"a peer's list of chunks cannot be used: {problem}. Does it run the same release?")
+    message = f"a peer's list of chunks cannot be used: {problem}. Does it run the same release?"
+    return TransferError(message, code="bad_bitmap")
 
 
 class Bitmap:
@@ -244,14 +243,14 @@ class Bitmap:
 
     @classmethod
     def decoded(cls, text: str, chunks: int) -> Bitmap:
-        """Raises BadBitmap, unless `text` is just what `encoded` makes of a set below `chunks`."""
+        """Raises TransferError, unless `text` is just what `encoded` makes of a set below `chunks`."""
         try:
             raw = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise BadBitmap(f"not base64 ({error})") from error
+            raise bad_bitmap(f"not base64 ({error})") from error
         bits = int.from_bytes(raw, "little")
         if len(raw) != -(-chunks // 8) or bits >> chunks:
-            raise BadBitmap(f"{len(raw)} bytes do not stand for {chunks} chunks")
+            raise bad_bitmap(f"{len(raw)} bytes do not stand for {chunks} chunks")
         return cls(chunks, bits)
 
     def __contains__(self, chunk: int) -> bool:

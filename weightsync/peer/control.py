@@ -153,7 +153,7 @@ class Control:
         try:
             tree = TREES[request.url.query]
         except KeyError:
-            raise _BadRequest("the query may be tree=0 or tree=1") from None
+            raise _bad_request("the query may be tree=0 or tree=1") from None
         return _json(await self._tickets.have(request.path_params["ticket"], tree))
 
     async def _manifest(self, request: Request) -> Response:
@@ -219,8 +219,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _BadRequest(Exception):
-    """Its message says what is wrong."""
+def _bad_request(problem: object) -> PeerRefused:
+    return PeerRefused("", 400, "bad_request", f"{problem}: do both peers run the same release?")
 
 
 async def _parsed(request: Request, kind: type[T]) -> T:
@@ -228,11 +228,11 @@ async def _parsed(request: Request, kind: type[T]) -> T:
     async for piece in request.stream():
         raw += piece
         if len(raw) > MAX_BODY:
-            raise _BadRequest(f"the body has more than {MAX_BODY:,} bytes")
+            raise _bad_request(f"the body has more than {MAX_BODY:,} bytes")
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
-        raise _BadRequest(str(error)) from error
+        raise _bad_request(error) from error
 
 
 def _answering(handler: Handler) -> Handler:
@@ -241,8 +241,6 @@ def _answering(handler: Handler) -> Handler:
             return await handler(request)
         except PeerRefused as refused:
             return _json(Refusal(refused.reason, refused.message), refused.status)
-        except _BadRequest as bad:
-            return _json(Refusal("bad_request", f"{bad}: do both peers run the same release?"), 400)
         except ClientDisconnect:
             return _json(Refusal("gone", "the reader has gone"), 400)
 

@@ -28,7 +28,7 @@ from weightsync.control.records import (
     shared_versions,
 )
 from weightsync.control.state import in_flight
-from weightsync.errors import CopyUnavailable, ManifestError, RecordError, SlotBusy
+from weightsync.errors import ManifestError, PeerError, RecordError, SlotBusy, copy_unavailable
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.slices import PartCopyRecord, part_copy_key
 from weightsync.store.protocol import KeyValue, Store
@@ -156,8 +156,8 @@ async def wait_for_slots(
     """`version` with the path of each slot's copy on `host` instead of its name, once all are there.
 
     With `slices`, the digest of what the instance has said it needs there, a copy that has those will do, which only
-    `SlotReader.open(part=True)` opens. On the one host ("") that is `version` itself, at once. Raises CopyUnavailable:
-    the peer cannot fetch it, it is not here after `timeout_s`, or nobody wants it any more; StoreUnavailable.
+    `SlotReader.open(part=True)` opens. On the one host ("") that is `version` itself, at once. Raises PeerError: the
+    peer cannot fetch it, it is not here after `timeout_s`, or nobody wants it any more; StoreUnavailable.
     """
     if not host:
         return _on_the_one_host(version)
@@ -180,10 +180,10 @@ async def wait_for_slots(
 
 
 def _on_the_one_host(version: VersionRecord) -> VersionRecord:
-    """Raises CopyUnavailable for what only a peer could bring."""
+    """Raises PeerError for what only a peer could bring."""
     elsewhere = {host for slot in slots_of(version) if (host := host_of(slot))}
     if elsewhere:
-        raise CopyUnavailable(
+        raise copy_unavailable(
             version.version,
             "",
             f"it lies on host {min(elsewhere)}: set {HOST_ENV}, and run `hotswap peer` on this host",
@@ -199,7 +199,7 @@ class _Wait:
         self._last: CopyRecord | None = None
 
     async def paths(self) -> dict[str, Path]:
-        """By manifest digest, when all are here. Raises CopyUnavailable."""
+        """By manifest digest, when all are here. Raises PeerError."""
         return {part.manifest_digest: await self._path(part) for part in all_parts(self._version)}
 
     async def until_unwanted(self) -> None:
@@ -211,15 +211,15 @@ class _Wait:
             if self._version.version not in wanted_versions(board):
                 return
 
-    def error(self, reason: str) -> CopyUnavailable:
+    def error(self, reason: str) -> PeerError:
         """The error for `reason`, with what the peer last said."""
         last = self._last
         if last is None:
             reason += f"; no peer of {self._host} has begun to fetch it: is `hotswap peer` running there?"
-            return CopyUnavailable(self._version.version, self._host, reason)
+            return copy_unavailable(self._version.version, self._host, reason)
         if last.error is None:
-            return CopyUnavailable(self._version.version, self._host, f"{reason}; its peer is still at it")
-        return CopyUnavailable(self._version.version, self._host, f"{reason}; {last.error.message}", last.error.code)
+            return copy_unavailable(self._version.version, self._host, f"{reason}; its peer is still at it")
+        return copy_unavailable(self._version.version, self._host, f"{reason}; {last.error.message}", last.error.code)
 
     async def _path(self, part: PartRecord) -> Path:
         path = local_path(part.slot, self._host)
@@ -261,7 +261,7 @@ class _Wait:
         return local_path(copy.slot, self._host) if self._slices in copy.slices else None
 
     def _whole(self, raw: bytes) -> Path | None:
-        """Raises CopyUnavailable when the peer has failed to fetch it."""
+        """Raises PeerError when the peer has failed to fetch it."""
         self._last = copy = CopyRecord.from_json(raw)
         if copy.state == "failed":
             raise self.error("its peer could not fetch it")

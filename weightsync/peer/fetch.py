@@ -19,19 +19,19 @@ from typing import Any, TypeVar
 from weightsync.control.hosts import host_of
 from weightsync.control.records import PartRecord
 from weightsync.errors import (
-    DigestMismatch,
     ManifestError,
     PeerRefused,
     PeerUnreachable,
     StoreError,
+    TensorError,
     TransferError,
-    TransferTimedOut,
+    digest_mismatch,
 )
 from weightsync.format.manifest import PREAMBLE
 from weightsync.peer.chunks import Bitmap, Head, Shape
 from weightsync.peer.control import PeerClient
 from weightsync.peer.copies import CopyBoard
-from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, OtherChunks, Source, Sources, Ways
+from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, Source, Sources, Ways, other_chunks
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.plan import Assignment, Planner, feeders
 from weightsync.peer.settings import Pace, PeerSettings
@@ -69,7 +69,7 @@ class Bring:
     async def slot(self, part: PartRecord, begun: Callable[[], None]) -> None:
         """`begun` is called when there is a slot for it.
 
-        Raises ArenaError, DigestMismatch, ManifestError, NoHolder, ShareLost, PeerRefused, PeerUnreachable, OSError.
+        Raises ArenaError, TensorError, ManifestError, PeerError, PeerRefused, PeerUnreachable, OSError.
         """
         digest = part.manifest_digest
         sources = await self._sources(part)
@@ -84,7 +84,7 @@ class Bring:
             await sources.close()
         try:
             await to_the_end(asyncio.to_thread(_finish, copy, head, self._pool))
-        except DigestMismatch:
+        except TensorError:
             for host in fetch.read_from:
                 self._leave(digest, host, WRONG_S)
             self._shelf.drop(digest)
@@ -147,7 +147,7 @@ class Bring:
             raw = await self._client.manifest(first.host, first.record.address, first.opened.ticket)
             head = await asyncio.to_thread(Head.parse, raw, digest, first.shape.nbytes)
             if not (head.shape.agrees(first.shape) if head.shape is not None else first.shape.digests):
-                raise OtherChunks(first.host, digest)
+                raise other_chunks(first.host, digest)
             return head
         except (ManifestError, PeerRefused, PeerUnreachable) as error:
             self._leave(digest, first.host, WRONG_S if isinstance(error, ManifestError) else LOST_S)
@@ -172,7 +172,7 @@ class Bring:
 
 
 def _finish(copy: Copy, head: Head, pool: ThreadPoolExecutor) -> None:
-    """Write what makes it a slot, or a part of one if chunks lack. Raises DigestMismatch: if only holders said what the
+    """Write what makes it a slot, or a part of one if chunks lack. Raises TensorError: if only holders said what the
     chunks should be, the tensors are first compared with the manifest."""
     view = copy.mapped.view
     if not copy.journal.done.complete:
@@ -180,17 +180,9 @@ def _finish(copy: Copy, head: Head, pool: ThreadPoolExecutor) -> None:
         copy.is_open = True
         return
     if copy.shape.digests and (wrong := head.wrong_tensors(view, pool)):
-        raise DigestMismatch(wrong[0], head.manifest.tensors[wrong[0]].digest, "another one")
+        raise digest_mismatch(wrong[0], head.manifest.tensors[wrong[0]].digest, "another one")
     head.write(view)
     copy.whole = True
-
-
-class ChunkMismatch(TransferError):
-    """A chunk that arrived does not have its digest."""
-
-    def __init__(self, host: str, chunk: int) -> None:
-        self.host, self.chunk = host, chunk
-        super().__init__(f"chunk {chunk} from host {host} has wrong bytes: it is read elsewhere; look at its memory")
 
 
 class Throttle:
@@ -316,7 +308,10 @@ class Fetch:
             into, piece = self._copy.mapped.region, Piece(start, start, end - start)
             source.link.read(into, source.opened.region, [piece], self._pace.read_timeout_s)
         if not self._copy.shape.is_right(self._copy.mapped.view, chunk, self._copy.head):
-            raise ChunkMismatch(source.host, chunk)
+            raise TransferError(
+                f"chunk {chunk} from host {source.host} has wrong bytes: it is read elsewhere; look at its memory",
+                code="chunk_mismatch",
+            )
 
     def _take(self, task: asyncio.Task[None]) -> None:
         read, source = self._reads.pop(task)
@@ -341,10 +336,10 @@ class Fetch:
         self._metrics.refetched.labels(_reason(error), read.host).inc()
         self._sources.problem = error
         log.warning("chunk %d of %s: %s", read.chunk, self._copy.digest, error)
-        if isinstance(error, TransferTimedOut):
+        if error.code == "transfer_timed_out":
             self._sources.stalled(source)
         else:
-            self._sources.leave(source, WRONG_S if isinstance(error, ChunkMismatch) else LOST_S)
+            self._sources.leave(source, WRONG_S if error.code == "chunk_mismatch" else LOST_S)
 
 
 def _begins(copy: Copy) -> int:
@@ -355,9 +350,7 @@ def _begins(copy: Copy) -> int:
 
 
 def _reason(error: TransferError) -> str:
-    if isinstance(error, ChunkMismatch):
-        return "digest"
-    return "timeout" if isinstance(error, TransferTimedOut) else "failed"
+    return {"chunk_mismatch": "digest", "transfer_timed_out": "timeout"}.get(error.code, "failed")
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from weightsync.control.records import CopyRecord
-from weightsync.errors import ManifestError, PeerError, PeerRefused, PeerUnreachable, WeightSyncError
-from weightsync.peer.chunks import BadBitmap, Bitmap, Shape
+from weightsync.errors import ManifestError, PeerError, PeerRefused, PeerUnreachable, TransferError, WeightSyncError
+from weightsync.peer.chunks import Bitmap, Shape
 from weightsync.peer.control import OPEN_S, PeerClient
 from weightsync.peer.messages import ALL, Opened
 from weightsync.peer.plan import NOBODY, Holder, choose, halves
@@ -46,22 +46,17 @@ Ways = Sequence[Sequence[str]]
 TREES: tuple[Literal[0, 1], ...] = (0, 1)
 
 
-class NoHolder(PeerError):
+def no_holder(digest: str, why: WeightSyncError | None) -> PeerError:
     """No host that has the missing chunks can be read from now."""
-
-    def __init__(self, digest: str, why: WeightSyncError | None) -> None:
-        reason = f"the last one: {why}" if why is not None else "is `hotswap peer` running where it was published?"
-        super().__init__(f"no host that has {digest} can be read from; {reason}")
+    reason = f"the last one: {why}" if why is not None else "is `hotswap peer` running where it was published?"
+    return PeerError(f"no host that has {digest} can be read from; {reason}", code="no_holder")
 
 
-class ShareLost(PeerError):
+def share_lost(digest: str, gone: str, writers: Sequence[str]) -> PeerError:
     """Chunks that hosts wrote of a version are offered by nobody any more."""
-
-    def __init__(self, digest: str, gone: str, writers: Sequence[str]) -> None:
-        self.host = gone
-        some = ", ".join(writers)
-        who = f"host {gone}, which wrote some, is gone" if gone else f"{some} wrote them, and lost some"
-        super().__init__(f"nobody has all chunks of {digest}: {who}. Start its peer again, or publish another version")
+    who = f"host {gone}, which wrote some, is gone" if gone else f"{', '.join(writers)} wrote them, and lost some"
+    message = f"nobody has all chunks of {digest}: {who}. Start its peer again, or publish another version"
+    return PeerError(message, code="share_lost")
 
 
 class Sources:
@@ -190,16 +185,16 @@ class Sources:
             self._left_out.came(source.host)
         self._patience.came()
 
-    def held_up(self) -> NoHolder | None:
+    def held_up(self) -> PeerError | None:
         """Why nothing has been read for a while; None: something has."""
         silent = time.monotonic() - self._moved_at
-        return NoHolder(self.digest, self.problem) if silent > (OPEN_S if self._opening else SILENT_S) else None
+        return no_holder(self.digest, self.problem) if silent > (OPEN_S if self._opening else SILENT_S) else None
 
     def check(self) -> None:
-        """Raises NoHolder when the store has known of no holder for a while.
+        """Raises PeerError when the store has known of no holder for a while.
 
         Also when holders disagree on the digests of the chunks and nothing has been read for a while: another fetch may
-        begin with one of the others. Raises ShareLost when nothing has come for a while, and one of the `writers` is
+        begin with one of the others. Raises PeerError when nothing has come for a while, and one of the `writers` is
         gone.
         """
         if any(True for _ in self._offered()):
@@ -209,15 +204,15 @@ class Sources:
         gone = time.monotonic() - max(self._seen_at, self._moved_at) > SILENT_S
         problem = self.held_up()
         if gone or (problem is not None and self._disagreed):
-            raise problem or NoHolder(self.digest, self.problem)
+            raise problem or no_holder(self.digest, self.problem)
 
     def _check_writers(self) -> None:
-        """Raises ShareLost when one is gone, or all are open, and what is missing is nowhere."""
+        """Raises PeerError when one is gone, or all are open, and what is missing is nowhere."""
         found = {record.host: record.state for record in self._offered()}
         others = [host for host in self._writers if host != self._seed]
         gone = next((host for host in others if host not in found), "")
         if (gone or self.open.keys() >= set(others)) and "ready" not in found.values() and self._needs_another():
-            raise ShareLost(self.digest, gone, self._writers)
+            raise share_lost(self.digest, gone, self._writers)
 
     def leave(self, source: Source, seconds: float) -> None:
         """Do not read from it for `seconds`; reads in flight fail."""
@@ -284,19 +279,14 @@ class Sources:
         try:
             self.open[host] = await self._opener.open(record)
             self.news.set()
-        except (PeerRefused, PeerUnreachable, OtherChunks, BadBitmap, ValueError) as error:
+        except (PeerRefused, TransferError, ManifestError, ValueError) as error:
             passing = isinstance(error, PeerRefused) and error.status == 503
+            wrong = getattr(error, "code", "") in ("manifest_error", "bad_bitmap")
             feeds = host in self._feeders.wanted(self._may_feed)  # the next question is soon
-            seconds = (
-                (0.0 if feeds else BUSY_S)
-                if passing
-                else WRONG_S
-                if isinstance(error, OtherChunks | BadBitmap)
-                else LOST_S
-            )
+            seconds = (0.0 if feeds else BUSY_S) if passing else WRONG_S if wrong else LOST_S
             self._left_out.leave(host, seconds)
             self.problem = error if isinstance(error, WeightSyncError) else PeerRefused(host, 200, "bad", str(error))
-            self._disagreed |= isinstance(error, OtherChunks)
+            self._disagreed |= isinstance(error, ManifestError)
             if not passing:
                 log.info("%s is not read from host %s: %s", self.digest, host, error)
 
@@ -308,7 +298,7 @@ class Sources:
         try:
             found, seconds = await self._client.have(source.host, address, ticket, chunks, tree)
             source.have = bitmap_of(found.have, chunks)
-        except (PeerRefused, PeerUnreachable, BadBitmap) as error:
+        except (PeerRefused, TransferError) as error:
             if not self._is_open(source):
                 return None  # it was left meanwhile, for as long as its fault says
             self.problem = error
@@ -396,7 +386,7 @@ def distance(record: CopyRecord, rack: str, round_trip_s: float = 0.0) -> int:
 
 
 def bitmap_of(have: str, chunks: int) -> Bitmap | None:
-    """None: everything. Raises BadBitmap."""
+    """None: everything. Raises TransferError."""
     return None if have == ALL else Bitmap.decoded(have, chunks)
 
 
@@ -404,16 +394,12 @@ def _class(round_trip_s: float) -> int:
     return sum(round_trip_s > limit for limit in DISTANCES_S)
 
 
-class OtherChunks(ManifestError):
+def other_chunks(host: str, digest: str) -> ManifestError:
     """Two hosts report different digests for the chunks of a slot. Its manifest determines every byte: one is wrong."""
-
-    code = ManifestError.code
-
-    def __init__(self, host: str, digest: str) -> None:
-        super().__init__(
-            f"host {host} says other digests for the chunks of {digest} than hosts before it: look at the memory of "
-            "both, and start all peers with the same --chunk"
-        )
+    return ManifestError(
+        f"host {host} says other digests for the chunks of {digest} than hosts before it: look at the memory of both, "
+        "and start all peers with the same --chunk"
+    )
 
 
 class Opener:
@@ -424,7 +410,7 @@ class Opener:
         self.shape: Shape | None = None
 
     async def open(self, record: CopyRecord) -> Source:
-        """Raises PeerRefused, PeerUnreachable, OtherChunks, BadBitmap, ValueError."""
+        """Raises PeerRefused, PeerUnreachable, ManifestError, TransferError, ValueError."""
         opened = await self._asked(record)
         try:
             source = await self._connected(record, opened)
@@ -456,7 +442,7 @@ class Opener:
         link = await self._linked(opened.endpoint)
         if self.shape is not None and not shape.agrees(self.shape):
             link.close()
-            raise OtherChunks(record.host, self._digest)
+            raise other_chunks(record.host, self._digest)
         return Source(record, opened, shape, link, have, opened.active)
 
     async def _linked(self, endpoint: bytes) -> Link:

@@ -17,14 +17,7 @@ from typing import Literal
 
 from weightsync.control.hosts import check_host, local_path
 from weightsync.control.records import PartRecord, VersionRecord
-from weightsync.errors import (
-    HostNameError,
-    ManifestError,
-    PeerRefused,
-    SlotBusy,
-    TransferError,
-    TransportUnavailable,
-)
+from weightsync.errors import ManifestError, PeerError, PeerRefused, SlotBusy, TransferError, TransportUnavailable
 from weightsync.memory.arena import SlotLock
 from weightsync.peer.chunks import Shape, digests_of, manifest_of
 from weightsync.peer.copies import all_parts
@@ -275,5 +268,5 @@ def _is_host(name: str) -> bool:
     """Whether it is a host name: each reader gets a series of its own in the metrics."""
     try:
         return bool(check_host(name))
-    except HostNameError:
+    except PeerError:
         return False

@@ -22,12 +22,12 @@ from weightsync.control.parts import BASE
 from weightsync.control.records import CopyRecord, CopyState, ErrorInfo, Keys, PartRecord
 from weightsync.errors import (
     ArenaFull,
-    DigestMismatch,
     LeaseLost,
     ManifestError,
     PeerError,
     PeerUnreachable,
     StoreError,
+    TensorError,
     WeightSyncError,
 )
 from weightsync.memory.arena import Arena
@@ -42,7 +42,6 @@ from weightsync.peer.copies import (
     wanted_slots,
 )
 from weightsync.peer.fetch import Bring
-from weightsync.peer.holders import ShareLost
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Offers, Tickets
 from weightsync.peer.settings import PeerSettings
@@ -293,11 +292,12 @@ class Supply:
         except ArenaFull as error:
             if not self._make_room(digest):
                 self._failed(digest, error)
-        except ShareLost as error:
-            self._failed(digest, error)
         except (PeerError, PeerUnreachable) as error:
-            self.turns.ended(digest, error, failed=False)
-        except (DigestMismatch, ManifestError) as error:  # of the hosts it came from, which are left out now
+            if error.code == "share_lost":
+                self._failed(digest, error)
+            else:
+                self.turns.ended(digest, error, failed=False)
+        except (TensorError, ManifestError) as error:  # of the hosts it came from, which are left out now
             if self._bring.has_others(digest):
                 self.turns.ended(digest, error, failed=False)
             else:

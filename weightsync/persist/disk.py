@@ -24,12 +24,13 @@ from weightsync.control.parts import ADAPTER_CONFIG, LORA
 from weightsync.control.records import VersionRecord
 from weightsync.errors import (
     CheckpointError,
-    DigestMismatch,
     ManifestError,
     PersistError,
-    PersistFull,
     RecordError,
     SlotBusy,
+    TensorError,
+    digest_mismatch,
+    persist_full,
 )
 from weightsync.format.dtypes import ITEMSIZE, TO_SAFETENSORS
 from weightsync.format.manifest import PREAMBLE, Manifest, TensorEntry, digest_of, header_nbytes, read_header
@@ -53,7 +54,7 @@ class Piece:
     files: Mapping[str, FileTensor]
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """A tensor; each chunk is valid until the next. Raises CheckpointError, at the end DigestMismatch."""
+        """A tensor; each chunk is valid until the next. Raises CheckpointError, at the end TensorError."""
         entry, file = self.manifest.tensors[name], self.files[name]
         hasher, room = xxhash.xxh3_128(), memoryview(bytearray(min(CHUNK, entry.nbytes)))
         done = 0
@@ -65,10 +66,10 @@ class Piece:
             yield room[:count]
             done += count
         if (found := hasher.hexdigest()) != entry.digest:
-            raise DigestMismatch(name, entry.digest, found)
+            raise digest_mismatch(name, entry.digest, found)
 
     def verify(self) -> None:
-        """Read every byte. Raises DigestMismatch, CheckpointError."""
+        """Read every byte. Raises TensorError, CheckpointError."""
         for name in self.manifest.tensors:
             for _ in self.chunks(name):
                 pass
@@ -110,7 +111,7 @@ def slot_is_whole(path: Path, digest: str) -> bool:
     try:
         with slot_piece(path, digest) as piece:
             piece.verify()
-    except (ManifestError, SlotBusy, DigestMismatch, CheckpointError, OSError):
+    except (ManifestError, SlotBusy, TensorError, CheckpointError, OSError):
         return False
     return True
 
@@ -156,7 +157,7 @@ def write_piece(
 ) -> None:
     """Write what a Hugging Face loader (of an adapter: PEFT) reads, synced; `go_on` may raise, and is called often.
 
-    Every byte is compared with the digests of the manifest on its way. Raises DigestMismatch, OSError.
+    Every byte is compared with the digests of the manifest on its way. Raises TensorError, OSError.
     """
     stem = "adapter_model" if part.startswith(LORA) else "model"
     directory.mkdir(parents=True, exist_ok=True)
@@ -345,8 +346,8 @@ class Disk:
     ) -> None:
         """Copy a version from its `slots` (by part); others than the `protected` ones make room for it, if need be.
 
-        Raises PersistFull, DigestMismatch, ManifestError, SlotBusy, PersistError, and what `go_on` raises; what was on
-        disk before is then still there, but for versions that were not protected.
+        Raises PersistError, TensorError, ManifestError, SlotBusy, and what `go_on` raises; what was on disk before is
+        then still there, but for versions that were not protected.
         """
         if (place := self.directory / str(record.version)).exists() and not _is_copy(place):
             raise PersistError(f"{place} holds something else than a copy: move it away, or name another directory")
@@ -364,7 +365,7 @@ class Disk:
                         f"version {record.version} cannot be written to {self.directory} ({error})"
                     ) from error
                 if not self._remove_oldest(protected):
-                    raise PersistFull(
+                    raise persist_full(
                         record.version,
                         f"the disk of {self.directory} is full; free some of it, or name another directory",
                     ) from error
@@ -433,7 +434,7 @@ class Disk:
     def _make_room(self, record: VersionRecord, nbytes: int, protected: Collection[VersionRecord]) -> None:
         while self.max_bytes is not None and self.nbytes + nbytes > self.max_bytes:
             if not self._remove_oldest(protected):
-                raise PersistFull(
+                raise persist_full(
                     record.version,
                     f"{nbytes:,} bytes more than the {self.nbytes:,} that must stay are over the bound of "
                     f"{self.max_bytes:,} bytes; raise --max-bytes to twice what a version takes, or more",

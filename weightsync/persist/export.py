@@ -13,13 +13,13 @@ from weightsync.control.hosts import this_host
 from weightsync.control.parts import BASE, LORA, check_name
 from weightsync.control.records import DiskRecord, FormRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.errors import (
-    BadPart,
     CheckpointError,
     ManifestError,
     PersistError,
+    PublishError,
     RecordError,
     SlotBusy,
-    UnknownVersion,
+    unknown_version,
 )
 from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist.disk import SHARD, Disk, Piece, disk_piece, slot_piece, sync_directory, write_piece
@@ -57,7 +57,7 @@ def export(
     the directory that an instance was started with, or the one that was pushed), and the configuration too where the
     version was published without one; of an adapter, its configuration comes from the manifest.
 
-    Raises UnknownVersion, BadPart, DigestMismatch, CheckpointError, PersistError, StoreUnavailable.
+    Raises SwapError, PublishError, TensorError, CheckpointError, PersistError, StoreUnavailable.
     """
     directory = directory.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -100,19 +100,22 @@ class _Source:
             kept = self._disk.kept() if self._disk is not None else []
             record = next((found.record for found in kept if found.version == version), None)
         if record is None:
-            raise UnknownVersion(version, None)
+            raise unknown_version(version, None)
         form = forms.get(keys.form(record.form)) if record.form and part == BASE else None
         self.record, self.config = record, FormRecord.from_json(form).config if form is not None else ""
         found = {piece.name: piece for piece in all_parts(record)}
         if part not in found:
-            raise BadPart(f"version {version} has no part {part!r}; it has {', '.join(sorted(found)[1:]) or 'none'}")
+            raise PublishError(
+                f"version {version} has no part {part!r}; it has {', '.join(sorted(found)[1:]) or 'none'}",
+                code="bad_part",
+            )
         self.piece: PartRecord = found[part]
         self._directories = [instance.model_dir for instance in instances] if part == BASE else []
         self._directories += [record.source] if self.piece.version == record.version else []
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Piece]:
-        """Raises UnknownVersion when it is neither in shared memory nor on disk."""
+        """Raises SwapError when it is neither in shared memory nor on disk."""
         digest, path = self.piece.manifest_digest, local_slot(self.piece, self._host, self._own)
         with contextlib.ExitStack() as stack:
             found = None
@@ -123,7 +126,7 @@ class _Source:
                     found = stack.enter_context(disk_piece(home, digest))
                     break
             if found is None:
-                raise UnknownVersion(self.record.version, f"{self.record.state}, and not on this host or its disk")
+                raise unknown_version(self.record.version, f"{self.record.state}, and not on this host or its disk")
             yield found
 
     def model_dir(self) -> Path:

@@ -32,12 +32,13 @@ from weightsync.errors import (
     ArenaError,
     CheckpointError,
     Conflict,
-    DigestMismatch,
     ManifestError,
     PersistError,
-    UnknownVersion,
+    TensorError,
     VersionLost,
     WeightSyncError,
+    digest_mismatch,
+    unknown_version,
 )
 from weightsync.format.manifest import PREAMBLE, Layout, clear_gaps, write_header
 from weightsync.memory.arena import Arena, SlotLock, pool_of
@@ -48,7 +49,7 @@ from weightsync.store.protocol import MISSING, KeyValue, Store
 
 log = logging.getLogger("hotswap.persist")
 ATTEMPTS = 10
-DAMAGED = (ManifestError, CheckpointError, DigestMismatch, OSError)
+DAMAGED = (ManifestError, CheckpointError, TensorError, OSError)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ async def restore(
     decision to serve another one than was committed last (see `VersionLost.offer`): it is committed with an epoch of
     its own, and the history says so.
 
-    Raises VersionLost, UnknownVersion (`version` is nowhere), ArenaError, StoreError, PersistError.
+    Raises VersionLost, SwapError (`version` is nowhere), ArenaError, StoreError, PersistError.
     """
     disks = [Disk(directory) for directory in directories if directory.is_dir()]
     for _ in range(ATTEMPTS):
@@ -140,13 +141,13 @@ class _Attempt:
         record = self._record(wanted)
         if record is None:
             if asked is not None:
-                raise UnknownVersion(asked, None)
+                raise unknown_version(asked, None)
             raise VersionLost(wanted, "the store does not know it, and no copy is on disk", await self._offer(wanted))
         try:
             source, home = await self._bring(record), self.home
         except DAMAGED as error:
             if asked is not None and asked != self.active.version:
-                raise UnknownVersion(asked, f"nowhere whole ({error})") from error
+                raise unknown_version(asked, f"nowhere whole ({error})") from error
             raise VersionLost(wanted, str(error), await self._offer(wanted)) from error
         previous = await self._previous(wanted)
         if not await self._shared(wanted):
@@ -209,7 +210,7 @@ class _Attempt:
                     sums = copy_sums(target, stored.files[name], entry.spec)
                     target.release()
                     if (sums.digest, sums.checksum) != (entry.digest, entry.checksum):
-                        raise DigestMismatch(name, entry.digest, sums.digest)
+                        raise digest_mismatch(name, entry.digest, sums.digest)
                 clear_gaps(slot, stored.manifest.schema, layout)
                 write_header(slot, stored.manifest, layout)
             lock.share()

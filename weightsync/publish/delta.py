@@ -39,7 +39,7 @@ import orjson
 import xxhash
 
 from weightsync.control.parts import BASE, check_name
-from weightsync.errors import BadPart, DeltaBaseMismatch, DeltaError, DigestMismatch, UnsupportedDtype
+from weightsync.errors import DeltaError, PublishError, digest_mismatch, unknown_base
 from weightsync.format.delta_codec import (
     BLOCK,
     HEAD,
@@ -132,7 +132,9 @@ class DeltaHeader:
             if not isinstance(document, dict) or document.keys() - _OPTIONAL != _FIELDS:
                 raise DeltaError("its header has other fields than this release writes: run the same on both sides")
             header = _header(document)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, UnsupportedDtype, BadPart) as error:
+        except DeltaError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, PublishError) as error:
             raise DeltaError(f"its header cannot be read ({error})") from error
         if header.to_json() != raw:
             raise DeltaError("its header is not canonical")
@@ -368,8 +370,8 @@ class Draftlike(Protocol):
 def apply_delta(reader: DeltaReader, base: SlotReader | None, draft: Draftlike, *, threads: int | None = None) -> None:
     """Write the version that `reader` describes into `draft`, checked to the last byte; commit the draft afterwards.
 
-    Doing it again gives the same bytes. Raises DeltaError, DeltaBaseMismatch, DigestMismatch (the base's bytes are not
-    what they were, or the delta's are not), and what `draft.write` raises; the draft must then be aborted.
+    Doing it again gives the same bytes. Raises DeltaError, TensorError (the base's bytes are not what they were, or the
+    delta's are not), and what `draft.write` raises; the draft must then be aborted.
     """
     header = reader.header
     if header.base is not None:
@@ -379,17 +381,17 @@ def apply_delta(reader: DeltaReader, base: SlotReader | None, draft: Draftlike, 
         source = None if header.base is None or base is None else base.buffer(name)
         found = draft.write(name, FilledTensor(spec, _filler(patches, source), BLOCK))
         if found != digest:
-            raise DigestMismatch(name, digest, found)
+            raise digest_mismatch(name, digest, found)
     if next(patches, None) is not None:  # also has the end of the file checked
         raise DeltaError("it has more blocks than tensors")
 
 
 def require_base(header: DeltaHeader, base: SlotReader | None) -> None:
-    """Raises DeltaBaseMismatch unless `base` is the version the delta was made against."""
+    """Raises DeltaError unless `base` is the version the delta was made against."""
     assert header.base is not None
     wanted = header.base
     if base is None or base.manifest_digest != wanted.manifest_digest:
-        raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, base.manifest_digest if base else None)
+        raise unknown_base(wanted.version, wanted.manifest_digest, base.manifest_digest if base else None)
     schema: Schema = base.manifest.schema
     if schema.tensors != header.schema.tensors:
         raise DeltaError("its tensors are not those of its base")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.control.hosts import slot_name
 from weightsync.control.parts import BASE
 from weightsync.control.records import PartRecord, VersionRecord
-from weightsync.errors import DraftClosed, PublishError
+from weightsync.errors import PublishError, publishing
 from weightsync.format.manifest import (
     PREAMBLE,
     Layout,
@@ -101,7 +101,7 @@ class Draft:
     def write(self, name: str, tensor: Any) -> str:
         """Copy a whole tensor to its place in the slot; returns its digest.
 
-        Raises TensorMismatch, UnsupportedDtype, DraftClosed.
+        Raises TensorError, PublishError.
         """
         return self._writer.write(name, tensor)
 
@@ -119,8 +119,8 @@ class Draft:
         """Make the version ready, all at once; `parts` is what the other ranks' `seal()` returned.
 
         With `activate` the same transaction asks for the swap, to be ready within `timeout_s`; `Publisher.wait_active`
-        waits for it. Returns the version. Raises MissingTensor, PublishError, DraftLost, StalePublisher,
-        StoreUnavailable; the draft is then gone.
+        waits for it. Returns the version. Raises PublishError as
+        `Publisher.publish`; the draft is then gone.
         """
         others = [parts] if isinstance(parts, Mapping) else list(parts)
         return commit_all([self], others, within_s=timeout_s if activate else None)
@@ -196,7 +196,9 @@ class Draft:
 
     def _require_open(self) -> None:
         if not self._open:
-            raise DraftClosed(f"version {self.version} was already committed or aborted: begin another")
+            raise PublishError(
+                f"version {self.version} was already committed or aborted: begin another", code="draft_closed"
+            )
 
     def __enter__(self) -> Draft:
         return self
@@ -205,6 +207,7 @@ class Draft:
         self.abort()
 
 
+@publishing
 def commit_all(drafts: Sequence[Draft], others: list[Mapping[str, Any]], *, within_s: float | None) -> int:
     """Make the version of `drafts` ready, all of its parts at once; `others`: other ranks' parts of the first.
 

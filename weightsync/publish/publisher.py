@@ -5,9 +5,9 @@
     version = pub.publish(Adapter(lora_tensors, adapter_config), part="lora/math")  # the base stays as it is
 
 One publisher holds a lineage at a time, from its first version, activation or rollback on. When a second one takes it,
-the first may write no more (StalePublisher). Reading takes nothing. Everything a publisher has in the store before a
-commit hangs on its lease, so a killed trainer leaves nothing behind. A version that is being written
-is a `Draft` (`draft.py`).
+the first may write no more (StalePublisher). Each of its calls that publish or activate fails with PublishError alone.
+Reading takes nothing. Everything a publisher has in the store before a commit hangs on its lease, so a killed trainer
+leaves nothing behind. A version that is being written is a `Draft` (`draft.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weightsync.control.records import (
     VersionRecord,
 )
 from weightsync.control.strict_json import shown
-from weightsync.errors import BadPart, PublishError
+from weightsync.errors import PublishError, publishing
 from weightsync.format import fingerprint
 from weightsync.format.manifest import (
     CUTS,
@@ -72,7 +72,7 @@ SchemaLike = Schema | Iterable[tuple[str, Any, Iterable[int]]]
 
 class Version(int):
     """The number of a version. `not_flipped` names the instances that could not follow its swap: they are out of
-    routing, and start anew with it. If none can follow, SwapAborted is raised and the version before is back."""
+    routing, and start anew with it. If none can follow, SwapError is raised and the version before is back."""
 
     not_flipped: tuple[str, ...]
 
@@ -86,7 +86,7 @@ class Publisher:
     """The one publisher of `lineage` for `model`. Ready versions that nobody has asked for are retired but for `keep`.
 
     Threads and the store connection do not survive a fork: make the publisher in the process that publishes. Once it is
-    closed, all that asks the store raises StoreClosed.
+    closed, all that asks the store raises StoreError.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Publisher:
     ) -> None:
         """`store` is a URL; without it HOTSWAP_STORE is read, else it is that of the server that `hotswap up` runs on
         this host (of several, of the one that serves the model); `url` says which. `new_model`: the first version of a
-        model may come although the servers on the store serve other models alone. Raises StoreUnavailable,
-        ArenaUnavailable, HostNameError.
+        model may come although the servers on the store serve other models alone. Raises StoreUnavailable, ArenaError,
+        PeerError.
 
         Among several hosts HOTSWAP_HOST says which one this is. The ledger names `requested_by` (default: the lineage,
         host and process) as who publishes, and the `reason`. Versions are signed with the private key in the PEM file
@@ -137,12 +137,14 @@ class Publisher:
             self._store.close()
             raise
 
+    @publishing
     def hold(self) -> None:
-        """Take the lineage now; else the first version, activation or rollback does. Raises StoreUnavailable, and
+        """Take the lineage now; else the first version, activation or rollback does. Raises PublishError, and
         UnknownModel as the first version would."""
         self._store.run(self._session.require_model())
         self._store.run(self._session.hold())
 
+    @publishing
     def publish(
         self,
         named_tensors: NamedTensors | Adapter | None,
@@ -179,9 +181,8 @@ class Publisher:
         masters. It concerns versions that take their tensors and configuration from the ones before.
         `strip`: what is taken away where a name begins with it ("module.", "_orig_mod."), but in adapters.
 
-        Raises TensorError, ConfigMismatch, UnknownModel and RecordError (nothing was published), ArenaFull,
-        StalePublisher, DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or
-        SwapTimeout.
+        Raises PublishError, whatever fails, with the code and the attributes of what has failed. Of these TensorError
+        and UnknownModel mean that nothing was published, and SwapError that the version is ready.
         """
         if activate:
             self._target(0, timeout_s, mode=mode)  # refused before anything is written
@@ -222,12 +223,12 @@ class Publisher:
     ) -> Draft:
         """Claim a slot for a new version; `schema`: (name, dtype, shape) of every tensor. The rest as in `publish`.
 
-        Raises TensorMismatch against the model's reference schema, ArenaFull, StalePublisher, PublishError,
-        StoreUnavailable.
+        Raises PublishError as `publish`; TensorError against the model's reference schema.
         """
         pieces = {check_name(part): (as_schema(schema), metadata or {})}
         return self.begin_all(pieces, onto=onto, step=step, base=base, source=source)[0]
 
+    @publishing
     def begin_all(
         self,
         pieces: Mapping[str, tuple[Schema, Mapping[str, str]]],
@@ -256,7 +257,7 @@ class Publisher:
             elif (reference := self.schema(part)) is not None:
                 require_same_schema(reference, schema)
             if part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
-                raise BadPart(f"{part} needs PEFT's configuration: publish an `Adapter`")
+                raise PublishError(f"{part} needs PEFT's configuration: publish an `Adapter`", code="bad_part")
             check_metadata(metadata)
             if CUTS in metadata:
                 raise PublishError(f"{CUTS!r} in the metadata is written by the publisher itself: leave it out")
@@ -276,6 +277,7 @@ class Publisher:
             self._forget(record.version, revision)
             raise
 
+    @publishing
     def take_away(
         self,
         without: Collection[str],
@@ -286,9 +288,9 @@ class Publisher:
         within_s: float | None = None,
     ) -> int:
         """Make a version ready that brings nothing and is without these parts; returns it. `within_s` as in
-        `commit_all`. Raises BadPart, and as `begin`."""
+        `commit_all`. Raises PublishError, and as `begin`."""
         if not check_names(without):
-            raise BadPart("a version needs tensors, or a part to take away: pass `without`")
+            raise PublishError("a version needs tensors, or a part to take away: pass `without`", code="bad_part")
         self._store.run(self._session.check_without(without, (), onto))
         blank = self._blank(Schema({}), base_version=onto, step=step, base=None, source=source)
         record, revision, _ = self._store.run(self._session.claim(self.arena, blank, {}))
@@ -325,6 +327,7 @@ class Publisher:
             schema = as_schema((name, spec.dtype, spec.shape) for name, t in items if (spec := spec_of(name, t)))
         return items, schema, metadata
 
+    @publishing
     def activate(
         self,
         version: int,
@@ -339,7 +342,7 @@ class Publisher:
 
         `on_lost`: an instance that dies before the commit aborts the swap, or the others "continue" without it.
 
-        Raises UnknownVersion, StalePublisher, SwapAborted, SwapTimeout.
+        Raises SwapError, StalePublisher.
         """
         target = self._target(version, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
         self._store.run(self._session.ask_for(target))
@@ -347,20 +350,22 @@ class Publisher:
         return self.wait_active(version, timeout_s) if wait else Version(version)
 
     def _target(self, version: int, timeout_s: float, **options: Any) -> TargetRecord:
-        """Raises RecordRefused."""
+        """Raises RecordError."""
         return swap.new_target(version, self._name, timeout_s, deadline_name="timeout_s", **options)
 
+    @publishing
     def rollback(
         self, *, wait: bool = True, timeout_s: float = 60.0, mode: SwapMode = "together", drain_s: float | None = None
     ) -> Version:
-        """Swap the previous version in again; returns it. Raises as `activate`; SwapAborted when there is none."""
+        """Swap the previous version in again; returns it. Raises as `activate`; SwapError when there is none."""
         version = self._store.run(swap.previous_version(self._store.store, self._keys))
         return self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode, drain_s=drain_s)
 
+    @publishing
     def wait_active(self, version: int, timeout_s: float = 60.0) -> Version:
         """Return when `version` is the active one. `not_flipped` is of a swap that this publisher asked for.
-        `timeout_s` bounds its staging; its drains and flips have their time besides. Raises SwapAborted (refused,
-        superseded, no instance could flip) or SwapTimeout."""
+        `timeout_s` bounds its staging; its drains and flips have their time besides. Raises SwapError: refused,
+        superseded, no instance could flip, or no outcome in time."""
         store, asked = self._store.store, self._asked.get(version)
         if asked is not None:
             asked = replace(asked, deadline_s=timeout_s)
@@ -464,9 +469,11 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def check_names(without: Collection[str]) -> Collection[str]:
-    """`without` itself. Raises BadPart for what is no collection of names of parts."""
+    """`without` itself. Raises PublishError for what is no collection of names of parts."""
     if isinstance(without, str) or not isinstance(without, Collection) or BASE in [check_name(n) for n in without]:
-        raise BadPart(f"without cannot be {shown(without)}: pass the names of draft or adapters, as a list")
+        raise PublishError(
+            f"without cannot be {shown(without)}: pass the names of draft or adapters, as a list", code="bad_part"
+        )
     return without
 
 
@@ -490,7 +497,7 @@ def signer_of(path: Path | str | None) -> Signer | None:
 
 
 def as_schema(schema: SchemaLike) -> Schema:
-    """Accepts dtypes as torch has them, or by name; leaves derived tensors out. Raises UnsupportedDtype."""
+    """Accepts dtypes as torch has them, or by name; leaves derived tensors out. Raises TensorError."""
     if isinstance(schema, Schema):
         return schema
     rows = ((name, str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in schema)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from weightsync.errors import CheckpointError, QuantizationError, WeightSyncError
+from weightsync.errors import CheckpointError, PublishError, WeightSyncError
 from weightsync.format.manifest import Schema, TensorSpec
 from weightsync.publish.checkpoint import INDEX, Checkpoint
 
@@ -61,14 +61,16 @@ class Quantizer:
     def like(cls, schema: Schema | None) -> Quantizer:
         """The quantizer that makes such tensors as a served model has (`Publisher.schema()`).
 
-        Raises QuantizationError when they are not quantised, or in a form that this class does not make.
+        Raises PublishError when they are not quantised, or in a form that this class does not make.
         """
         tensors = schema.tensors if schema is not None else {}
         block = _block(tensors)
         found = {form for name in tensors if (form := _form(tensors, name, block))}
         if len(found) != 1:
             has = " and ".join(sorted(map(str, found))) or "no weights in int8 per channel, fp8 blocks or 4-bit groups"
-            raise QuantizationError(f"the served model has {has}: publish its tensors as they are")
+            raise PublishError(
+                f"the served model has {has}: publish its tensors as they are", code="quantization_error"
+            )
         (quantizer,) = found
         extra = [n for n, s in tensors.items() if s.dtype in _PLAIN and quantizer._covers(n, s.shape)]
         return replace(quantizer, keep=(*KEPT, *extra))
@@ -85,7 +87,7 @@ class Quantizer:
     def tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the checkpoint's tensors, quantised, on the devices of those given, one after the other.
 
-        Raises QuantizationError where a matrix does not divide into groups.
+        Raises PublishError where a matrix does not divide into groups.
         """
         import torch
 
@@ -102,7 +104,7 @@ class Quantizer:
                 yield f"{name}_shape", torch.tensor(tensor.shape, dtype=torch.int64)
 
     def schema(self, schema: Schema) -> Schema:
-        """The tensors that come of a model's. Raises QuantizationError."""
+        """The tensors that come of a model's. Raises PublishError."""
         return Schema({n: s for name, spec in schema.tensors.items() for n, s in self._specs(name, spec)})
 
     def _specs(self, name: str, spec: TensorSpec) -> list[tuple[str, TensorSpec]]:
@@ -118,7 +120,8 @@ class Quantizer:
         columns, group = tensor.shape[1], self.group_size
         if self.scheme == "w4a16" and (columns % group or columns % 8):
             problem = f"its {columns} columns do not divide into groups of {group}"
-            raise QuantizationError(f"{name}: {problem}; choose another group size", name)
+            message = f"{name}: {problem}; choose another group size"
+            raise PublishError(message, code="quantization_error", tensor=name)
 
     def _quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.scheme == "int8":
@@ -181,14 +184,17 @@ def _form(tensors: Mapping[str, TensorSpec], name: str, block: int) -> Quantizer
 def _block(tensors: Mapping[str, TensorSpec]) -> int:
     """The size of the blocks of fp8 weights. If several would do, every weight is one block of any of them.
 
-    Raises QuantizationError.
+    Raises PublishError.
     """
     weights = [(name, spec) for name, spec in tensors.items() if spec.dtype == _FP8]
     for block in _BLOCKS:
         counts = {f"{name}_scale_inv": tuple(-(-size // block) for size in spec.shape) for name, spec in weights}
         if all(name in tensors and tensors[name].shape == count for name, count in counts.items()):
             return block
-    raise QuantizationError("the served model's fp8 weights do not have a scale for each square block: publish bf16")
+    raise PublishError(
+        "the served model's fp8 weights do not have a scale for each square block: publish bf16",
+        code="quantization_error",
+    )
 
 
 def _scale(largest: torch.Tensor, levels: float, dtype: str | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,7 +248,7 @@ def pack_nibbles(values: torch.Tensor, order: Iterable[int] = range(8)) -> torch
 def quantize_checkpoint(source: Path, target: Path, quantizer: Quantizer) -> None:
     """Write the Hugging Face checkpoint in `source`, cast to bf16, quantised into `target`, one file at a time.
 
-    Raises CheckpointError, QuantizationError.
+    Raises CheckpointError, PublishError.
     """
     import torch
     from safetensors.torch import load_file, save_file

@@ -30,7 +30,7 @@ import orjson
 
 from weightsync.control.parts import BASE, Adapter, own_digest
 from weightsync.control.records import OnLost, SwapMode
-from weightsync.errors import RemoteError, StoreClosed, SwapAborted, SwapTimeout
+from weightsync.errors import PublishError, publishing, store_closed, swap_aborted, swap_timeout
 from weightsync.format.manifest import Schema, TensorSpec
 from weightsync.publish.delta import Base, DeltaHeader, DeltaWriter
 from weightsync.publish.publisher import NamedTensors, Version, check_names, signer_of
@@ -50,18 +50,17 @@ class Refused(Exception):
         super().__init__(str(fields.get("message") or f"HTTP {status}"))
 
 
-class Unreachable(Exception):
-    """No connection, or one that was lost before the answer; what was asked may have been done."""
-
-
 class AdminApi:
-    """One connection a request: uploads are minutes apart. Raises Refused or Unreachable, and StoreClosed after
-    `close`; RemoteError for a bad URL."""
+    """One connection a request: uploads are minutes apart. Raises Refused, or ConnectionError without an answer: what
+    was asked may have been done. WeightSyncError after `close` and for a bad URL."""
 
     def __init__(self, url: str, admin_key: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RemoteError(f"{url!r} is not the URL of an admin port: pass http://HOST:PORT or https://HOST:PORT")
+            raise PublishError(
+                f"{url!r} is not the URL of an admin port: pass http://HOST:PORT or https://HOST:PORT",
+                code="remote_error",
+            )
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
@@ -77,9 +76,9 @@ class AdminApi:
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS's own takes it from a thread that reads
 
     def require_open(self) -> None:
-        """Raises StoreClosed."""
+        """Raises StoreError."""
         if self._closed:
-            raise StoreClosed("publisher")
+            raise store_closed("publisher")
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer."""
@@ -141,7 +140,7 @@ class AdminApi:
                 self._under_way.discard(connected)
         except (OSError, http.client.HTTPException, orjson.JSONDecodeError) as error:
             self.require_open()
-            raise Unreachable(f"{self.url}: {error or type(error).__name__}") from error
+            raise ConnectionError(f"{self.url}: {error or type(error).__name__}") from error
         finally:
             connection.close()
 
@@ -186,7 +185,7 @@ PASSING = frozenset(
 
 class RemotePublisher:
     """Publishes to the server whose admin port is at `url`. One at a time per model, as with any publisher. Once it is
-    closed, all that asks the server raises StoreClosed.
+    closed, all that asks the server raises StoreError.
 
     `timeout_s` is how long the server may take for one answer; `tls` is for https with a certificate of your own;
     with `deltas` off every version goes in full, with `compress` off full ones go uncompressed (for fast links).
@@ -215,6 +214,7 @@ class RemotePublisher:
         self._threads, self._deltas, self._compress = threads, deltas, compress
         self._successions: dict[str, Succession] = {}
 
+    @publishing
     def publish(
         self,
         named_tensors: NamedTensors | Adapter,
@@ -241,8 +241,7 @@ class RemotePublisher:
         tells.
 
         A lost connection or a server that restarts is tried again; what was sent twice becomes one version. Returns,
-        with `wait`, when the version is active. Raises UnsupportedDtype and BadPart (nothing was sent), RemoteError
-        (refused, or out of reach for too long), and once the version is ready SwapAborted or SwapTimeout.
+        with `wait`, when the version is active. Raises PublishError; once the version is ready, SwapError.
         """
         self._api.require_open()
         if (versions := self._successions.get(part)) is None:
@@ -273,6 +272,7 @@ class RemotePublisher:
         versions.advance(Base(version, own_digest(answer)), full=bool(self.last["full"]))
         return self._activate(version, wish) if activate and wait else Version(version)
 
+    @publishing
     def take_away(
         self,
         without: Collection[str],
@@ -306,13 +306,13 @@ class RemotePublisher:
         self.close()
 
     def _schema(self, part: str) -> Schema | None:
-        """Of the next version, as the server tells it. Raises RemoteError."""
+        """Of the next version, as the server tells it. Raises PublishError."""
         path = f"/admin/weights/schema?{urlencode({'part': part})}"
         rows = _tried(lambda _: self._api.call("GET", path)["tensors"])
         return Schema({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in rows}) if rows else None
 
     def _deliver(self, upload_id: str, send: Callable[[], Sent]) -> dict[str, Any]:
-        """Send until it has arrived. Raises RemoteError."""
+        """Send until it has arrived. Raises PublishError."""
 
         def once(attempt: int) -> dict[str, Any]:
             if attempt > 1 and (known := self._find(upload_id)) is not None:
@@ -327,7 +327,7 @@ class RemotePublisher:
             return None
         try:
             ready = [v for v in self._versions() if v["state"] == "ready"]
-        except (Refused, Unreachable):
+        except (Refused, ConnectionError):
             return base  # the upload will find out
         held = {digest for v in ready for digest in (v["manifest_digest"], *(p["manifest_digest"] for p in v["parts"]))}
         return base if base.manifest_digest in held else None
@@ -349,30 +349,30 @@ class RemotePublisher:
         return answer
 
     def _activate(self, version: int, wish: dict[str, Any]) -> Version:
-        """Raises SwapAborted, SwapTimeout, RemoteError."""
+        """Raises SwapError, PublishError."""
         for tries in _ticks(wish["deadline_s"]):
             try:
                 if tries and self._api.call("GET", "/admin/weights/active")["version"] == version:
                     break  # an earlier request has arrived, and its answer was lost
                 report = self._api.call("POST", "/admin/weights/activate", {"version": version, **wish})
                 return Version(version, report.get("not_flipped", ()))
-            except Unreachable:
+            except ConnectionError:
                 continue
             except Refused as refusal:
                 if refusal.code == "swap_aborted":
                     reason = str(refusal.fields.get("reason") or refusal)
-                    raise SwapAborted(version, reason, refusal.fields.get("tensor")) from refusal
+                    raise swap_aborted(version, reason, refusal.fields.get("tensor")) from refusal
                 if refusal.code == "swap_timeout":
-                    raise SwapTimeout(version, wish["deadline_s"]) from refusal
+                    raise swap_timeout(version, wish["deadline_s"]) from refusal
                 if refusal.code not in PASSING:
                     raise _error(refusal) from refusal
         else:
-            raise SwapTimeout(version, wish["deadline_s"])
+            raise swap_timeout(version, wish["deadline_s"])
         return Version(version)
 
 
 def _tried(ask: Callable[[int], T]) -> T:
-    """The answer to `ask`, which is given the number of the attempt, from 1 on. Raises RemoteError."""
+    """The answer to `ask`, which is given the number of the attempt, from 1 on. Raises PublishError."""
     pause_s = FIRST_PAUSE_S
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -381,9 +381,11 @@ def _tried(ask: Callable[[int], T]) -> T:
             if refusal.code not in PASSING or attempt == ATTEMPTS:
                 raise _error(refusal) from refusal
             pause_s = refusal.retry_after_s or pause_s
-        except Unreachable as fault:
+        except ConnectionError as fault:
             if attempt == ATTEMPTS:
-                raise RemoteError(f"{fault}; gave up after {ATTEMPTS} attempts: is the server running?") from fault
+                raise PublishError(
+                    f"{fault}; gave up after {ATTEMPTS} attempts: is the server running?", code="remote_error"
+                ) from fault
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     raise AssertionError("unreachable: the last attempt returns or raises")
@@ -398,7 +400,12 @@ def _ticks(timeout_s: float) -> Iterator[int]:
         time.sleep(POLL_S)
 
 
-def _error(refusal: Refused) -> RemoteError:
-    error = RemoteError(f"the server refused the version: {refusal}", status=refusal.status, answer_code=refusal.code)
+def _error(refusal: Refused) -> PublishError:
+    error = PublishError(
+        f"the server refused the version: {refusal}",
+        status=refusal.status,
+        answer_code=refusal.code,
+        code="remote_error",
+    )
     error.tensor = refusal.fields.get("tensor")
     return error

@@ -41,7 +41,6 @@ from weightsync.control.strict_json import shown
 from weightsync.errors import (
     ArenaFull,
     Conflict,
-    DraftLost,
     LeaseLost,
     PublishError,
     StalePublisher,
@@ -98,13 +97,13 @@ class PublishSession:
         return self._schemas.get(part)
 
     async def check_without(self, without: Collection[str], brought: Container[str], onto: int | None) -> None:
-        """Whether a version may take these parts away. Raises BadPart, PublishError."""
+        """Whether a version may take these parts away. Raises PublishError."""
         if without:
             check_without(without, brought, (await self._basis(onto))[0])
 
     async def check(self, schema: Schema, config: str | None, onto: int | None) -> None:
         """Whether a base model of these tensors may be published: those of the version before it, or others with a
-        configuration. `config`, the text of config.json, must fit. Raises TensorMismatch, ConfigMismatch, PublishError.
+        configuration. `config`, the text of config.json, must fit. Raises TensorError, PublishError.
         """
         await self._form_for((await self._basis(onto))[0], schema, config)
 
@@ -167,8 +166,8 @@ class PublishSession:
         """Make a claimed version visible, in one step; returns its revision. `config` as in `check`, `without` as in
         `check_without`.
 
-        `record.base_version` is the version to carry on, if one was asked for. Raises DraftLost, StalePublisher,
-        PublishError; StoreUnavailable when it was not made ready, or when the store does not say whether it was.
+        `record.base_version` is the version to carry on, if one was asked for. Raises PublishError, StalePublisher;
+        StoreUnavailable when it was not made ready, or when the store does not say whether it was.
         """
         key = self.keys.version(record.version)
         while True:
@@ -209,7 +208,7 @@ class PublishSession:
             return done
 
     async def ask_for(self, target: TargetRecord) -> int:
-        """Write the target; returns its revision. Raises UnknownVersion, StalePublisher."""
+        """Write the target; returns its revision. Raises SwapError, StalePublisher."""
         await swap.ready_revisions(self.store, self.keys, target)  # before another publisher loses the lineage
         await self.hold()
         fence = {self.keys.publisher(self.lineage): self._fence}
@@ -254,7 +253,7 @@ class PublishSession:
     ) -> tuple[str, FormRecord | None]:
         """The form of a version with these tensors that carries on `basis`, and its record if that is to be written.
 
-        Raises TensorMismatch, ConfigMismatch.
+        Raises TensorError, PublishError.
         """
         served: Schema | None = None
         if basis is not None and basis.form:
@@ -371,13 +370,14 @@ class PublishSession:
 
     async def _claim_again(self, record: VersionRecord, published: Sequence[PartRecord]) -> int:
         """The revision of a new `publishing` record for a version whose lease has ended, as the lease of a process does
-        that was stopped for a while. No other claim can have its slots: the draft has them locked. Raises DraftLost.
+        that was stopped for a while. No other claim can have its slots: the draft has them locked. Raises PublishError.
         """
         key = self.keys.version(record.version)
         if any(part.shares for part in published) or await self.store.get(key) is not None:
-            raise DraftLost(
+            raise PublishError(
                 f"the lease of version {record.version} ended before its commit (was the process stopped for longer "
-                f"than {self._lease_ttl_s:g} s?), and other hosts may have freed its shares: publish it again"
+                f"than {self._lease_ttl_s:g} s?), and other hosts may have freed its shares: publish it again",
+                code="draft_lost",
             )
         compares = {key: MISSING, self.keys.publisher(self.lineage): self._fence}
         self._claimed_again[record.version] = revision = await self._on_lease(record, compares, {})

@@ -33,7 +33,7 @@ import msgspec
 import xxhash
 
 from weightsync.control.parts import BASE
-from weightsync.errors import ArenaUnavailable, PublishError, SlotBusy
+from weightsync.errors import ArenaError, PublishError, SlotBusy
 from weightsync.format.manifest import Layout, Schema, digest_of, write_header
 from weightsync.memory.arena import MAPPINGS, Arena, SlotLock
 from weightsync.peer.chunks import Bitmap, Head
@@ -117,7 +117,9 @@ class MemorySlot:
 def _claimed(directory: Path, model: str, nbytes: int, kept: Collection[str]) -> SlotLock:
     """A slot of an arena with a peer. Raises ArenaError, OSError."""
     if not lock_of(directory, model).exists():
-        raise ArenaUnavailable(f"no peer of {model} has been in {directory}: share it with the trainer's ranks")
+        raise ArenaError(
+            f"no peer of {model} has been in {directory}: share it with the trainer's ranks", code="arena_unavailable"
+        )
     left = Journal.all_in(directory, model)
     in_use = {str(journal.slot) for journal in left if not journal.share or journal.digest in kept}
     lock = Arena(directory).claim(copies_pool(model, BASE), nbytes, in_use)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from weightsync.control.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
-from weightsync.errors import BadPart, RemoteError
+from weightsync.errors import PublishError
 from weightsync.format.delta_codec import Bytes
 from weightsync.format.manifest import CUTS, Schema, TensorSpec, content_sha256, is_derived
 from weightsync.memory.receiver import SlotReader
@@ -43,12 +43,11 @@ class HostModel:
         self._buffers: dict[str, Bytes] = {}
 
     def take(self, named_tensors: Iterable[tuple[str, Any]]) -> None:
-        """Copy every tensor here but derived ones. Raises UnsupportedDtype, and RemoteError for a name that comes
-        twice."""
+        """Copy every tensor here but derived ones. Raises TensorError, and PublishError for a name that comes twice."""
         self.rows = {}
         for name, tensor in named_tensors:
             if name in self.rows:
-                raise RemoteError(f"tensor {name!r} comes twice: publish each once")
+                raise PublishError(f"tensor {name!r} comes twice: publish each once", code="remote_error")
             spec = spec_of(name, tensor)
             if is_derived(name, spec.shape):
                 continue
@@ -84,7 +83,7 @@ class Succession:
     that could not be sent is taken in again."""
 
     def __init__(self, model: str, part: str = BASE, signer: Signer | None = None) -> None:
-        """`signer` signs each version. Raises BadPart."""
+        """`signer` signs each version. Raises PublishError."""
         self.model, self.part, self._signer = model, check_name(part, model), signer
         self.base: Base | None = None  # the last version, as the other side knows it
         self.deltas = 0  # versions in a row that were differences
@@ -103,8 +102,7 @@ class Succession:
         strip: str = "",
     ) -> DeltaHeader:
         """Copies the tensors here; the header of the version in full. `cast_to`: with floating-point tensors in its
-        dtypes. `strip` as in `Publisher.publish`. Raises UnsupportedDtype, PublishError,
-        RemoteError."""
+        dtypes. `strip` as in `Publisher.publish`. Raises TensorError, PublishError."""
         pairs, own = content_of(named_tensors, strip)
         more = {**(metadata or {}), **own}
         if not isinstance(self._next, HostModel):
@@ -125,7 +123,7 @@ class Succession:
 
     def _header(self, step: int | None, metadata: Mapping[str, str], source: str, config: str) -> DeltaHeader:
         if self.part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
-            raise BadPart(f"{self.part} needs PEFT's configuration: publish an `Adapter`")
+            raise PublishError(f"{self.part} needs PEFT's configuration: publish an `Adapter`", code="bad_part")
         header = DeltaHeader(self.model, self._next.rows, None, step, metadata, source, config, part=self.part)
         if self._signer is None:
             return header

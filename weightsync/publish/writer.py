@@ -22,13 +22,12 @@ import xxhash
 
 from weightsync.errors import (
     CheckpointError,
-    DraftClosed,
     ManifestError,
-    MissingTensor,
     PublishError,
-    ShapeMismatch,
-    UnexpectedTensor,
-    UnsupportedDtype,
+    missing_tensor,
+    shape_mismatch,
+    unexpected_tensor,
+    unsupported_dtype,
 )
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.fingerprint import Running
@@ -92,17 +91,17 @@ class RawTensor:
 
 
 def spec_of(name: str, tensor: Any) -> TensorSpec:
-    """Element type and shape of a torch tensor, numpy array or one of the classes above. Raises UnsupportedDtype."""
+    """Element type and shape of a torch tensor, numpy array or one of the classes above. Raises TensorError."""
     if isinstance(tensor, (FileTensor, FilledTensor, RawTensor)):
         return tensor.spec
     if isinstance(tensor, (np.ndarray, np.generic)):
         dtype = str(tensor.dtype)
         if dtype not in ITEMSIZE or not tensor.dtype.isnative:
-            raise UnsupportedDtype(name, dtype)
+            raise unsupported_dtype(name, dtype)
         return TensorSpec(dtype, tuple(tensor.shape))
     if is_torch(tensor):
         return _torch_spec(name, tensor)
-    raise UnsupportedDtype(name, f"a {type(tensor).__name__}, not a tensor")
+    raise unsupported_dtype(name, f"a {type(tensor).__name__}, not a tensor")
 
 
 def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec, ends: Sequence[int] = ()) -> Sums:
@@ -216,9 +215,9 @@ def is_torch(tensor: Any) -> bool:
 
 
 def _torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Raises UnsupportedDtype for tensors without plain bytes of their own (sparse, sharded, on `meta`, offloaded)."""
+    """Raises TensorError for tensors without plain bytes of their own (sparse, sharded, on `meta`, offloaded)."""
     if problem := _without_bytes(tensor):
-        raise UnsupportedDtype(name, problem)
+        raise unsupported_dtype(name, problem)
     return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
@@ -281,8 +280,7 @@ class SlotWriter:
         A name that the model lacks is left out if its bytes are those of a matrix written before: state dicts list
         tied weights under each of their names. So is a derived tensor (`is_derived`), whose digest is "".
 
-        Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed, and PublishError without
-        memory for it (`MemorySlot`).
+        Raises TensorError, PublishError without memory for it (`MemorySlot`).
         """
         if name not in self._unsealed().tensors:
             if is_derived(name, spec_of(name, tensor).shape):
@@ -340,7 +338,9 @@ class SlotWriter:
 
     def _unsealed(self) -> Schema:
         if self._sealed:
-            raise DraftClosed("this part of the version is sealed: begin another version to write more")
+            raise PublishError(
+                "this part of the version is sealed: begin another version to write more", code="draft_closed"
+            )
         return self.schema
 
     def _target(self, name: str, spec: TensorSpec) -> memoryview:
@@ -415,14 +415,14 @@ def digested(
 def assemble(manifest: Manifest, layout: Layout, parts: Iterable[Mapping[str, Any]], slot: memoryview) -> Manifest:
     """The manifest of a version from what the ranks sealed; tensors written in slices are digested here.
 
-    Raises MissingTensor for one that nobody wrote, or not wholly; PublishError when two ranks wrote different bytes.
+    Raises TensorError for one that nobody wrote, or not wholly; PublishError when two ranks wrote different bytes.
     """
     known, slices = digested(manifest.schema, layout, parts, slot)
     digests: list[str] = []
     entries = {}
     for name, spec in manifest.schema.tensors.items():
         if (sums := known.get(name)) is None:
-            raise MissingTensor(name, spec)
+            raise missing_tensor(name, spec)
         pieces = tuple(piece for piece in slices.get(name, ()) if piece[2])
         offset = layout.offsets[name]
         entries[name] = TensorEntry(spec.dtype, spec.shape, offset, spec.nbytes, sums.digest, sums.checksum, pieces)
@@ -450,7 +450,7 @@ def _in_a_row(pieces: Sequence[tuple[int, int, int]], spec: TensorSpec, offset: 
 
 
 def check_whole(schema: Schema, name: str, tensor: Any) -> TensorSpec:
-    """The spec of a tensor that is all of `name`. Raises TensorMismatch, UnsupportedDtype."""
+    """The spec of a tensor that is all of `name`. Raises TensorError."""
     spec = _expected(schema, name)
     if mismatch := check_spec(name, spec, spec_of(name, tensor)):
         raise mismatch
@@ -466,7 +466,7 @@ def check_slice(schema: Schema, name: str, tensor: Any, start: int, dim: int) ->
         or not 0 <= start <= spec.shape[dim] - part.shape[dim]
         or _without(part.shape, dim) != _without(spec.shape, dim)
     ):
-        raise ShapeMismatch(name, spec.shape, part.shape)
+        raise shape_mismatch(name, spec.shape, part.shape)
     if mismatch := check_spec(name, TensorSpec(spec.dtype, part.shape), part):
         raise mismatch
     return part
@@ -474,7 +474,7 @@ def check_slice(schema: Schema, name: str, tensor: Any, start: int, dim: int) ->
 
 def _expected(schema: Schema, name: str) -> TensorSpec:
     if (spec := schema.tensors.get(name)) is None:
-        raise UnexpectedTensor(name, advice=advice([name], schema.tensors))
+        raise unexpected_tensor(name, advice=advice([name], schema.tensors))
     return spec
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from weightsync.errors import StoreClosed, StoreUnavailable
+from weightsync.errors import StoreUnavailable, store_closed
 from weightsync.store.protocol import MISSING, Event, KeyValue, Store
 
 __all__ = ["MISSING", "Event", "KeyValue", "Store", "SyncStore", "open_store"]
@@ -23,7 +23,8 @@ T = TypeVar("T")
 def open_store(url: str, *, create: bool = True) -> Store:
     """Open the store at `url`; a SQLite file that does not exist is made if `create` and the URL has no id.
 
-    An etcd is never made. Raises StoreUnavailable: not a URL of a store, no such file, nobody listens there; StoreLost.
+    An etcd is never made. Raises StoreUnavailable: not a URL of a store, no such file, nobody listens there,
+    or another store than that of the id (`store_lost`).
     """
     scheme, separator, rest = url.partition("://")
     if scheme == "sqlite" and rest.startswith("/"):
@@ -63,10 +64,10 @@ class SyncStore:
         return self.loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the private loop and wait for it. Raises StoreClosed."""
+        """Run a coroutine on the private loop and wait for it. Raises StoreError."""
         if self.closed:
             work.close()
-            raise StoreClosed(self._owner)
+            raise store_closed(self._owner)
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()

@@ -20,7 +20,7 @@ from typing import Any
 
 from aetcd import rpc
 
-from weightsync.errors import Conflict, LeaseLost, StoreLost, StoreRefused, StoreUnavailable, WatchCompacted
+from weightsync.errors import Conflict, LeaseLost, StoreRefused, StoreUnavailable, WatchCompacted
 from weightsync.store.etcd_members import Members
 from weightsync.store.etcd_url import EtcdUrl
 from weightsync.store.protocol import Event, KeyValue
@@ -179,9 +179,11 @@ class EtcdWatch:
                         lost_at = None
                         for event in self._decode(response):
                             yield event
-            except (StoreRefused, StoreLost):
+            except StoreRefused:
                 raise
-            except StoreUnavailable:
+            except StoreUnavailable as error:
+                if error.code == "store_lost":
+                    raise
                 if self._members.closed:
                     return
                 lost_at = lost_at if lost_at is not None else loop.time()

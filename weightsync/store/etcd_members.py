@@ -24,7 +24,7 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 # gRPC's own handlers around a fork crash about one child in five while calls are in flight. Without them a child that
 # leaves gRPC alone is safe. Read when gRPC starts, or at the first fork after its import.
@@ -34,7 +34,7 @@ import grpc
 from aetcd import rpc
 from grpc import StatusCode
 
-from weightsync.errors import StoreLost, StoreRefused, StoreUnavailable
+from weightsync.errors import StoreRefused, StoreUnavailable
 from weightsync.store.etcd_url import EtcdUrl
 
 CALL_TIMEOUT_S = 5.0  # as long as the SQLite store waits for its lock
@@ -57,6 +57,7 @@ CHANNEL_OPTIONS = [
 AGREED = frozenset({"Range", "Txn", "DeleteRange"})
 CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 Metadata = tuple[tuple[str, str], ...]
+Why = Literal["", "token expired", "leader changed", "reset with TLS"]
 
 MEANT_FOR_THE_CALLER = (StatusCode.NOT_FOUND, StatusCode.OUT_OF_RANGE)
 STALE_TOKEN = ("invalid auth token", "revision of auth store is old")
@@ -106,7 +107,7 @@ class Members:
         self._token: str | None = None
         self._cluster = 0  # its id
         self._seen = 0, 0  # the newest term and revision
-        self._lost: StoreLost | None = None
+        self._lost: StoreUnavailable | None = None
         self._authenticating = asyncio.Lock()
         self._pid = os.getpid()
         self.closed = False
@@ -114,7 +115,7 @@ class Members:
     async def call(self, name: str, request: Any, *, repeat: bool = True) -> Any:
         """The answer to one request. Raises StoreUnavailable, and gRPC's NOT_FOUND and OUT_OF_RANGE as they are.
 
-        StoreLost, for good, once another cluster answers, or this one has lost what it had: it counts anew.
+        `store_lost`, for good, once another cluster answers, or this one has lost what it had: it counts anew.
         """
         seen = self._seen
         if self._lost is not None:
@@ -124,7 +125,7 @@ class Members:
         return answer
 
     def _take_in(self, header: Any, seen: tuple[int, int] = (0, 0)) -> None:
-        """Raises StoreLost for a header that cannot come from a cluster where `seen` was the newest."""
+        """Raises `store_lost` for a header that cannot come from a cluster where `seen` was the newest."""
         self._cluster, problem = self._cluster or header.cluster_id, ""
         if header.cluster_id not in (0, self._cluster):
             problem = f"another etcd is in its place (cluster {header.cluster_id:x}, it was {self._cluster:x})"
@@ -132,7 +133,9 @@ class Members:
             now = f"term {header.raft_term}, revision {header.revision}"
             problem = f"etcd has lost what it had ({now}; it was at term {seen[0]}, revision {seen[1]})"
         if problem:
-            self._lost = StoreLost(self.url, problem, "Start everything that uses this store again")
+            self._lost = StoreUnavailable(
+                self.url, problem, "Start everything that uses this store again", code="store_lost"
+            )
             raise self._lost
         self._seen = max(self._seen[0], header.raft_term), max(self._seen[1], header.revision)
 
@@ -144,10 +147,10 @@ class Members:
             channel = self._channels[self._current]
             try:
                 return await self._attempt(channel, name, request, deadline, CALL_TIMEOUT_S / attempts, repeat)
-            except LeaderChanged:
-                continue  # until the deadline, at which the attempt fails
             except MemberFailed as failed:
-                if isinstance(failed, ResetWithTls) and not (reset or self.closed):
+                if failed.why == "leader changed":
+                    continue  # until the deadline, at which the attempt fails
+                if failed.why == "reset with TLS" and not (reset or self.closed):
                     reset, self._channels = True, self._new_channels()
                     continue
                 left -= not self._leave(channel)
@@ -212,9 +215,9 @@ class Members:
             try:
                 with self._mapped():
                     return await channel.ask(name, request, (until if repeat else deadline) - clock(), metadata)
-            except TokenExpired:
-                self._token = None
-                if renewed:
+            except MemberFailed as failed:
+                self._token = None if failed.why == "token expired" else self._token
+                if renewed or failed.why != "token expired":
                     raise
         raise AssertionError("unreachable")
 
@@ -243,14 +246,14 @@ class Members:
             details = str(error.details())
             if any(text in details for text in STALE_TOKEN):
                 refused = StoreRefused(self.url, details, "Look at the log of etcd")
-                raise TokenExpired(refused, unsent=True) from error
+                raise MemberFailed(refused, unsent=True, why="token expired") from error
             mapped = translate(error, self._url)
             if error.code() not in TRY_ELSEWHERE:
                 raise mapped from error
             if LEADER_CHANGED in details:
-                raise LeaderChanged(mapped, unsent=True) from error
+                raise MemberFailed(mapped, unsent=True, why="leader changed") from error
             if self._tls and NOT_SENT in details and any(text in details for text in RESETS):
-                raise ResetWithTls(mapped, unsent=True) from error
+                raise MemberFailed(mapped, unsent=True, why="reset with TLS") from error
             raise MemberFailed(mapped, unsent or NOT_SENT in details) from error
         except TimeoutError as error:
             raise MemberFailed(unanswered(self._url), unsent) from error
@@ -353,24 +356,16 @@ class Channel:
 
 
 class MemberFailed(Exception):
-    """This member did not answer. `unsent`: the request cannot have been applied."""
+    """This member did not answer. `unsent`: the request cannot have been applied.
 
-    def __init__(self, error: StoreUnavailable, unsent: bool) -> None:
+    `why`: etcd does not know the token (any more); the cluster elected a leader while the member read, which can answer
+    now; or a new connection was reset. TLS 1.3 refuses a client's certificate after the handshake, and the reset may
+    overtake the reason: only another connection tells whether etcd refuses the certificate.
+    """
+
+    def __init__(self, error: StoreUnavailable, unsent: bool, why: Why = "") -> None:
         super().__init__(str(error))
-        self.error, self.unsent = error, unsent
-
-
-class TokenExpired(MemberFailed):
-    """etcd does not know the token (any more). The request was not applied."""
-
-
-class LeaderChanged(MemberFailed):
-    """The cluster elected a leader while the member read. The member can answer now, and nothing was applied."""
-
-
-class ResetWithTls(MemberFailed):
-    """A new connection was reset. TLS 1.3 refuses a client's certificate after the handshake, and the reset may
-    overtake the reason. Only another connection tells whether etcd refuses the certificate."""
+        self.error, self.unsent, self.why = error, unsent, why
 
 
 def translate(error: Any, url: EtcdUrl) -> StoreUnavailable:

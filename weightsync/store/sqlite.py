@@ -40,7 +40,7 @@ class SqliteStore:
     """`Store` on a file. Belongs to one event loop; open one per loop and process."""
 
     def __init__(self, path: str, *, create: bool = True, store_id: str | None = None) -> None:
-        """With a `store_id` only that store is opened, and none is made. Raises StoreUnavailable, StoreLost."""
+        """With a `store_id` only that store is opened, and none is made. Raises StoreUnavailable."""
         self._db = Database(path, create=create, store_id=store_id)
         try:
             self._signal = ChangeSignal(path)

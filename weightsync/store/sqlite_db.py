@@ -4,7 +4,7 @@
     leases  when each ends, on the host's monotonic clock; `boot_id` tells the leases of a former boot apart
     meta    the revision counter, `boot_id`, and `store_id`, which tells this store from any other
 
-A process keeps to the store it opened: another file in its place, or an older copy of it, is StoreLost. Keys that
+A process keeps to the store it opened: another file in its place, or an older copy of it, is `store_lost`. Keys that
 outlive their writer are on the disk when their transaction returns; leases and their keys end with the power anyway.
 
 The first process after the end of a lease deletes its keys; a reader never sees them, because it looks first.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from weightsync.errors import Conflict, LeaseLost, StoreLost, StoreUnavailable, WatchCompacted
+from weightsync.errors import Conflict, LeaseLost, StoreUnavailable, WatchCompacted
 from weightsync.store.protocol import Event, KeyValue
 
 FORMAT = 1
@@ -47,7 +47,7 @@ class Database:
     """Not thread-safe: the caller serialises. Every method raises StoreUnavailable when the file cannot be used."""
 
     def __init__(self, path: str, *, create: bool, store_id: str | None = None) -> None:
-        """With a `store_id` only that store is opened. Raises StoreLost for another one."""
+        """With a `store_id` only that store is opened. Raises StoreUnavailable for another one."""
         self.path, self.store_id = path, store_id
         self._seen = 0  # the newest revision
         with self._mapped():
@@ -76,7 +76,7 @@ class Database:
         return connection
 
     def _identify(self, connection: sqlite3.Connection) -> None:
-        """Raises StoreLost unless it is the store that is meant, and as new as it was seen."""
+        """Raises StoreUnavailable unless it is the store that is meant, and as new as it was seen."""
         try:
             known = dict(connection.execute("SELECT name, value FROM meta WHERE name IN ('store_id', 'revision')"))
         except sqlite3.OperationalError as error:
@@ -87,7 +87,7 @@ class Database:
             return
         problem = "an older copy of it" if known.get("store_id") == self.store_id else "another store"
         advice = "Put the file back, or stop everything that uses this store and start `hotswap up` again"
-        raise StoreLost(self.path, f"{problem} is in its place", advice)
+        raise StoreUnavailable(self.path, f"{problem} is in its place", advice, code="store_lost")
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA journal_mode=WAL")

@@ -32,7 +32,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from weightsync.errors import PeerUnreachable, TransferFailed, TransferTimedOut, TransportUnavailable
+from weightsync.errors import PeerUnreachable, TransportUnavailable, transfer_failed, transfer_timed_out
 from weightsync.memory.arena import address_of
 from weightsync.transport.addresses import Address, rdma_devices
 from weightsync.transport.nixl_process import (
@@ -113,13 +113,13 @@ class NixlLink:
         try:
             region = msgspec.msgpack.decode(remote, type=NixlDescriptor)
         except msgspec.DecodeError as error:
-            raise TransferFailed(peer, "its region is of another transport") from error
+            raise transfer_failed(peer, "its region is of another transport") from error
         check_pieces(peer, pieces, into.nbytes, region.nbytes)
         try:
             with self._uses.use(self._reading.stop), into.uses.use(self._reading.stop):
                 self._read(into, region.data, [piece for piece in pieces if piece.nbytes], timeout_s)
         except Closed:
-            raise TransferFailed(peer, "the region or the link is closed") from None
+            raise transfer_failed(peer, "the region or the link is closed") from None
 
     def close(self) -> None:
         self._uses.close()
@@ -129,7 +129,7 @@ class NixlLink:
         try:
             worker = self._reading.worker()
         except TransportUnavailable as error:
-            raise TransferFailed(peer, str(error)) from error
+            raise transfer_failed(peer, str(error)) from error
         if into.uses.closed or self._uses.closed:
             raise Closed
         settled = False
@@ -142,9 +142,9 @@ class NixlLink:
             if not settled:  # an interrupt too
                 worker.kill()
         if failure is not None:
-            raise TransferFailed(peer, str(failure)) from failure
+            raise transfer_failed(peer, str(failure)) from failure
         if waiting:
-            raise TransferTimedOut(peer, timeout_s)
+            raise transfer_timed_out(peer, timeout_s)
 
 
 class NixlTransport(Transport):
@@ -235,7 +235,7 @@ class Rebuilt:
                 return
             try:
                 worker.submit(Forget(worker.number(), region)).result(START_TIMEOUT_S)
-            except (WorkerFailed, WorkerLost, TimeoutError):
+            except OSError:
                 worker.kill()
 
     def descriptor(self, region: int) -> bytes:
@@ -269,18 +269,10 @@ class Rebuilt:
         answer: Future[bytes] = worker.submit(request, [shared.fd])
         try:
             return answer.result(START_TIMEOUT_S + shared.nbytes / 1e9 / REGISTER_GBPS)
-        except (WorkerFailed, WorkerLost, TimeoutError) as error:
+        except OSError as error:
             worker.kill()
             reason = f"{shared.nbytes:,} bytes could not be registered ({str(error) or 'not done in time'})"
             raise TransportUnavailable(NAME, reason, ADVICE) from error
-
-
-class WorkerFailed(Exception):
-    """The library refused; the process goes on."""
-
-
-class WorkerLost(Exception):
-    """The process has ended, killed by us or by itself."""
 
 
 class Worker:
@@ -303,17 +295,18 @@ class Worker:
         self._thread.start()
         try:
             started.result(START_TIMEOUT_S)
-        except (WorkerFailed, WorkerLost, TimeoutError) as error:
+        except OSError as error:
             self.kill()
             reason = str(error) or f"it did not start within {START_TIMEOUT_S:g} s"
             raise TransportUnavailable(NAME, reason, ADVICE) from error
 
     def submit(self, request: Request, fds: Sequence[int] = ()) -> Future[bytes]:
-        """`request.id` is from `number`. The future raises WorkerFailed or WorkerLost."""
+        """`request.id` is from `number`. The future raises OSError: the library refused, or the process
+        has ended, killed by us or by itself."""
         future: Future[bytes] = Future()
         with self._lock:
             if self._lost:
-                future.set_exception(WorkerLost("its process has ended"))
+                future.set_exception(ConnectionError("its process has ended"))
                 return future
             self._pending[request.id] = future
         with contextlib.suppress(OSError):  # the process is gone: `_run` says so to whoever waits
@@ -377,7 +370,7 @@ class Worker:
         with self._lock:
             future = self._pending.pop(reply.id)
         if isinstance(reply, Failed):
-            future.set_exception(WorkerFailed(reply.reason))
+            future.set_exception(OSError(reply.reason))
         else:
             future.set_result(reply.data)
 
@@ -395,7 +388,7 @@ class Worker:
         if status and not wanted:
             log.warning("nixl: %s", reason)
         for future in pending:
-            future.set_exception(WorkerLost(reason))
+            future.set_exception(ConnectionError(reason))
 
     def _last_words(self) -> str:
         """The end of what the library has written to stderr, on one line."""

@@ -86,10 +86,6 @@ REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-class AgentError(Exception):
-    """NIXL refused or failed; the message says why."""
-
-
 class Remote(msgspec.Struct, frozen=True):
     """NIXL's description of one region and the way to it, and the address where the region begins."""
 
@@ -99,24 +95,24 @@ class Remote(msgspec.Struct, frozen=True):
 
 
 class Agent:
-    """NIXL's agent. Addresses are of this process."""
+    """NIXL's agent, which refuses and fails with OSError. Addresses are of this process."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises AgentError, ImportError, or what the library raises."""
+        """Raises OSError, ImportError, or what the library raises."""
         _configure(settings)
         library = _library()
         self._agent = library.nixl_agent(f"hotswap-{uuid.uuid4()}", library.nixl_agent_config(backends=[BACKEND]))
         if BACKEND not in self._agent.backends:
-            raise AgentError("NIXL has no UCX backend here")
+            raise OSError("NIXL has no UCX backend here")
         self._regions: dict[int, Any] = {}
         self._known: set[Remote] = set()
 
     def register(self, address: int, nbytes: int) -> bytes:
-        """Returns what a reader needs to know of it. Raises AgentError."""
+        """Returns what a reader needs to know of it. Raises OSError."""
         try:
             region = self._agent.register_memory([(address, nbytes, 0, "")], MEMORY, backends=[BACKEND])
         except Exception as error:  # the library's own classes, which need it to be imported
-            raise AgentError(f"NIXL does not register {nbytes:,} bytes ({error}): allow more locked memory") from error
+            raise OSError(f"NIXL does not register {nbytes:,} bytes ({error}): allow more locked memory") from error
         self._regions[address] = region
         metadata = self._agent.get_partial_agent_metadata(region, True, [BACKEND])
         return encode(Remote(self._agent.name, metadata, address))
@@ -125,13 +121,13 @@ class Agent:
         self._agent.deregister_memory(self._regions.pop(address), [BACKEND])
 
     def read(self, remote: bytes, pieces: Sequence[tuple[int, int, int]]) -> Reading:
-        """Begin. `pieces`: local address, remote offset, bytes. Raises AgentError."""
+        """Begin. `pieces`: local address, remote offset, bytes. Raises OSError."""
         region = msgspec.msgpack.decode(remote, type=Remote)
         try:
             self._learn(region)
             return Reading(self._agent, region, pieces)
         except Exception as error:
-            raise AgentError(f"{type(error).__name__}: {error}") from error
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _learn(self, region: Remote) -> None:
         """A region that lies where another of that agent lay is refused at first: then forget what lay there."""
@@ -161,16 +157,16 @@ class Reading:
         self._state = agent.transfer(self._handle)
 
     def done(self) -> bool:
-        """Whether all have arrived; does not block. Raises AgentError."""
+        """Whether all have arrived; does not block. Raises OSError."""
         try:
             if self._state == "PROC":
                 self._state = self._agent.check_xfer_state(self._handle)
             if self._state == "DONE":
                 self._agent.release_xfer_handle(self._handle)
         except Exception as error:
-            raise AgentError(f"{type(error).__name__}: {error}") from error
+            raise OSError(f"{type(error).__name__}: {error}") from error
         if self._state not in ("PROC", "DONE"):
-            raise AgentError(f"NIXL says {self._state}")
+            raise OSError(f"NIXL says {self._state}")
         return bool(self._state == "DONE")
 
 
@@ -241,7 +237,7 @@ class Child:
                     self._reply(Done(request.id))
                 case Read():
                     self._readings[request.id] = self._read(request)
-        except (AgentError, OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError) as error:
             self._reply(Failed(request.id, str(error)))
 
     def _register(self, request: Register, fd: int) -> bytes:
@@ -273,7 +269,7 @@ class Child:
             if not reading.done():
                 return
             reply: Reply = Done(number)
-        except AgentError as error:
+        except OSError as error:
             reply = Failed(number, str(error))
         del self._readings[number]
         self._reply(reply)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from weightsync.errors import TransferFailed
+from weightsync.errors import transfer_failed
 
 Buffer = memoryview | mmap.mmap
 
@@ -51,9 +51,9 @@ class Link(Protocol):
     def read(self, into: Region, remote: bytes, pieces: Sequence[Piece], timeout_s: float) -> None:
         """Read all pieces into `into`, a writable region of the same transport; returns when all bytes are there.
 
-        Raises TransferFailed (the peer died or refused, a piece is out of range, another link's failure stopped this
-        read) or TransferTimedOut (not done after `timeout_s`). When it has raised, some pieces may have arrived, in
-        part, and nothing is written into `into` any more. Never writes outside the pieces.
+        Raises TransferError (the peer died or refused, a piece is out of range, another link's failure stopped this
+        read, or it is not done after `timeout_s`). When it has raised, some pieces may have arrived, in part,
+        and nothing is written into `into` any more. Never writes outside the pieces.
         """
 
     def close(self) -> None:
@@ -99,12 +99,12 @@ def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
 
 
 def check_pieces(peer: str, pieces: Sequence[Piece], local_nbytes: int, remote_nbytes: int) -> None:
-    """Raises TransferFailed when a piece reaches beyond one of the regions."""
+    """Raises TransferError when a piece reaches beyond one of the regions."""
     for piece in pieces:
         if piece.local_offset + piece.nbytes > local_nbytes:
-            raise TransferFailed(peer, f"{piece} reaches beyond the {local_nbytes:,} bytes of the region it goes to")
+            raise transfer_failed(peer, f"{piece} reaches beyond the {local_nbytes:,} bytes of the region it goes to")
         if piece.remote_offset + piece.nbytes > remote_nbytes:
-            raise TransferFailed(peer, f"{piece} reaches beyond the {remote_nbytes:,} bytes of the peer's region")
+            raise transfer_failed(peer, f"{piece} reaches beyond the {remote_nbytes:,} bytes of the peer's region")
 
 
 class Closed(Exception):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from weightsync.errors import PeerUnreachable, TransferError, TransferFailed, TransferTimedOut, TransportUnavailable
+from weightsync.errors import PeerUnreachable, TransferError, TransportUnavailable, transfer_failed, transfer_timed_out
 from weightsync.tls import ClusterTls
 from weightsync.transport.addresses import Address
 from weightsync.transport.protocol import Buffer, Closed, Piece, Region, Transport, Uses, bytes_of, check_pieces
@@ -183,7 +183,7 @@ class TcpLink:
         try:
             key, nbytes = DESCRIPTOR.unpack(remote)
         except struct.error as error:
-            raise TransferFailed(peer, "its region is of another transport") from error
+            raise transfer_failed(peer, "its region is of another transport") from error
         check_pieces(peer, pieces, into.nbytes, nbytes)
 
         def end() -> None:
@@ -193,7 +193,7 @@ class TcpLink:
             with self._uses.use(end), into.uses.use(end):
                 self._read_stripes(job, into.view, key, stripes(pieces, self._streams), deadline)
         except Closed:
-            raise TransferFailed(peer, "the region or the link is closed") from None
+            raise transfer_failed(peer, "the region or the link is closed") from None
         if job.error is not None:
             raise self._told(job.error, timeout_s) from job.error
 
@@ -268,8 +268,8 @@ class TcpLink:
         if isinstance(error, TransferError):
             return error
         if isinstance(error, TimeoutError):
-            return TransferTimedOut(self._dialer.peer, timeout_s)
-        return TransferFailed(self._dialer.peer, str(error))
+            return transfer_timed_out(self._dialer.peer, timeout_s)
+        return transfer_failed(self._dialer.peer, str(error))
 
 
 def _exchange(connection: socket.socket, view: memoryview, key: bytes, part: list[Piece], deadline: Deadline) -> None:

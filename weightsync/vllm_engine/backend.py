@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import gpus, kernels
-from weightsync.vllm_engine.device.mapping import RemapUnavailable
+from weightsync.vllm_engine.device.mapping import remap_unavailable
 from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.engine_core import core, routing
@@ -37,10 +37,6 @@ from weightsync.vllm_engine.staging.stager import Garbage, Rules, Stager, stagin
 from weightsync.vllm_engine.tether import Tether, hold
 
 log = logging.getLogger("hotswap.instance")
-
-
-class NotStagedError(RuntimeError):
-    """A commit named a version that this worker has not staged; nothing changed."""
 
 
 @dataclass
@@ -102,7 +98,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         given = vllm_config.cache_config
         self._place = staging_device(device, given.gpu_memory_utilization, given.kv_cache_memory_bytes)
         if isinstance(self._place, Remap) and vllm_config.model_config.enable_cumem_allocator:
-            raise RemapUnavailable(
+            raise remap_unavailable(
                 "vLLM's own allocator keeps the memory that the weights move out of; start the instance without "
                 "--enable-sleep-mode and --enable-cumem-allocator"
             )
@@ -127,7 +123,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._stager = BundleStager(self._base, runner, self.device, self._rules)
 
     def reads(self, schema: list[list[Any]]) -> Reads:
-        """This worker's reads of versions with this schema. Raises MissingTensor, UnsupportedModelError."""
+        """This worker's reads of versions with this schema. Raises TensorError, UnsupportedModelError."""
         self._stager.wait()
         return self._base.reads(schema_of((n, d, s) for n, d, s in schema))
 
@@ -201,7 +197,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._stager.report
 
     def commit(self, version: int) -> tuple[float, bool, dict[str, str]]:
-        """Flip to `version`. Raises NotStagedError, and then nothing has changed.
+        """Flip to `version`. Raises RuntimeError for one that is not staged, and then nothing has changed.
 
         Returns (the flip's time in ms, whether the scales of the KV cache changed, the digest of each part that runs).
         A quantised cache can only be read with the scales that it was written with.
@@ -229,7 +225,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 return bundle
         report = self._stager.report
         reason = (report.error or {}).get("message") or f"version {report.version} is what was staged last"
-        raise NotStagedError(f"version {version} is not staged: {reason}")
+        raise RuntimeError(f"version {version} is not staged: {reason}")
 
 
 class WorkerMethods:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from weightsync.errors import UnsupportedVllm
+from weightsync.errors import EngineError, unsupported_vllm
 from weightsync.vllm_engine import VLLM_VERSIONS
 
 log = logging.getLogger("hotswap.vllm")
@@ -51,10 +51,10 @@ def for_cpus() -> bool:
 
 @functools.cache
 def release() -> str:
-    """The installed release, of `VLLM_VERSIONS`. Raises UnsupportedVllm."""
+    """The installed release, of `VLLM_VERSIONS`. Raises EngineError."""
     found = next((version for package in PACKAGES if (version := installed(package))), None)
     if found is None or found.partition("+")[0] not in VLLM_VERSIONS:
-        raise UnsupportedVllm(found, VLLM_VERSIONS)
+        raise unsupported_vllm(found, VLLM_VERSIONS)
     return found.partition("+")[0]
 
 
@@ -63,12 +63,12 @@ def known() -> bool:
     """Whether it is one of them. Plug-ins of vLLM leave another one as it is, and the log says so once."""
     try:
         release()
-    except UnsupportedVllm as error:
+    except EngineError as error:
         log.warning("weights cannot be swapped here: %s", error)
         return False
     return True
 
 
 def find(name: str) -> Any:
-    """The object that the installed release has under a name of `MODULES`. Raises UnsupportedVllm."""
+    """The object that the installed release has under a name of `MODULES`. Raises EngineError."""
     return getattr(importlib.import_module(MODULES[release()][name]), name)

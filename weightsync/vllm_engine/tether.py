@@ -20,7 +20,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from weightsync.errors import TlsUnavailable, WeightSyncError
+from weightsync.errors import EngineError, TlsUnavailable
 from weightsync.tls import ENVIRONMENT, ClusterTls
 
 log = logging.getLogger("hotswap.tether")
@@ -28,16 +28,6 @@ HELD = b"held\n"
 CONNECT_S = 30.0
 GRACE_S = 10.0  # for vLLM's worker to end by itself; what hangs in a collective operation does not
 PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}  # s, s, probes, ms
-
-
-class TetherFailed(WeightSyncError):
-    """A worker could not connect to the leader of its instance."""
-
-    def __init__(self, host: str, address: str, reason: str) -> None:
-        super().__init__(
-            f"the worker on host {host} cannot reach its leader at {address} ({reason}): set VLLM_HOST_IP there to "
-            "an address that this host reaches, on any port"
-        )
 
 
 @dataclass(frozen=True)
@@ -52,18 +42,27 @@ class Tether:
 
 
 def hold(tether: Tether, rank: int, host: str) -> None:
-    """Connect; from then on this process ends when the leader does. Raises TetherFailed, TlsUnavailable."""
+    """Connect; from then on this process ends when the leader does. Raises EngineError, TlsUnavailable."""
     try:
         connection = _connected(tether)
         connection.sendall(json.dumps({"token": tether.token, "rank": rank, "host": host}).encode() + b"\n")
         answer = connection.recv(len(HELD))
     except OSError as error:
-        raise TetherFailed(host, f"{tether.address}:{tether.port}", str(error)) from error
+        raise _failed(host, tether, str(error)) from error
     if answer != HELD:
         connection.close()
-        raise TetherFailed(host, f"{tether.address}:{tether.port}", "it did not take this worker")
+        raise _failed(host, tether, "it did not take this worker")
     connection.settimeout(None)
     threading.Thread(target=_end_with, args=(connection,), name="hotswap-tether", daemon=True).start()
+
+
+def _failed(host: str, tether: Tether, reason: str) -> EngineError:
+    """A worker could not connect to the leader of its instance."""
+    message = (
+        f"the worker on host {host} cannot reach its leader at {tether.address}:{tether.port} ({reason}): set "
+        "VLLM_HOST_IP there to an address that this host reaches, on any port"
+    )
+    return EngineError(message, code="tether_failed")
 
 
 def watch_for_loss(connection: socket.socket) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from server.doctor.registry import Finding, check, fail, ok, skip
 from server.doctor.world import World
 from weightsync.bucket.objects import Bucket
-from weightsync.errors import BucketError, BucketUnavailable
+from weightsync.errors import BucketError
 
 ACCESS = (
     "Make the bucket, and give the credentials of the environment the right to list, read, write and delete below that "
@@ -24,11 +24,8 @@ def bucket(world: World) -> Iterator[Finding]:
         found = Bucket(world.bucket)
         numbers = found.numbers()
         found.try_out()
-    except BucketUnavailable as error:
-        yield fail(str(error), ACCESS)
-        return
     except BucketError as error:
-        yield fail(str(error), "Name another place")
+        yield fail(str(error), ACCESS if error.code == "bucket_unavailable" else "Name another place")
         return
     newest = f"the newest of its {len(numbers)} versions is {numbers[-1]}" if numbers else "it has no version yet"
     yield ok(f"{found.told} takes writes and refuses a second one to the same object; {newest}")

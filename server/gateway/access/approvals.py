@@ -102,7 +102,7 @@ class Approvals:
         policy: PolicyRecord | None = None,
         release: ReleaseWish | None = None,
     ) -> PendingRecord | None:
-        """Has a request wait, if the policy says so; None: it may go on. Raises UnknownVersion, Conflict."""
+        """Has a request wait, if the policy says so; None: it may go on. Raises SwapError, Conflict."""
         rule = await self.policy()
         needed = BY_RELEASE | {action} if action == "release" else {action}
         if not needed & set(rule.approvals):

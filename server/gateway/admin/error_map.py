@@ -18,11 +18,9 @@ from server.errors import (
     Unprocessable,
     UpstreamTimeout,
 )
-from weightsync.errors import WeightSyncError
+from weightsync.errors import CODES, WeightSyncError
 
 STATUS: dict[str, type[HttpError]] = {
-    "weightsync_error": HttpError,
-    "store_error": Unavailable,
     "store_unavailable": Unavailable,
     "store_refused": Unavailable,
     "store_lost": Unavailable,
@@ -33,13 +31,11 @@ STATUS: dict[str, type[HttpError]] = {
     "watch_compacted": Unavailable,
     "record_error": HttpError,
     "record_refused": BadRequest,
-    "arena_error": InsufficientStorage,
     "arena_unavailable": InsufficientStorage,
     "arena_full": InsufficientStorage,
     "slot_busy": Conflict,
+    "layout_pool_error": HttpError,
     "manifest_error": Unprocessable,
-    "tensor_error": Unprocessable,
-    "tensor_mismatch": Unprocessable,
     "missing_tensor": Unprocessable,
     "unexpected_tensor": Unprocessable,
     "shape_mismatch": Unprocessable,
@@ -48,11 +44,13 @@ STATUS: dict[str, type[HttpError]] = {
     "unsupported_dtype": Unprocessable,
     "quantization_error": Unprocessable,
     "unsupported_vllm": HttpError,
+    "tether_failed": HttpError,
     "not_finite": Unprocessable,
     "checksum_mismatch": Unprocessable,
     "parts_mismatch": Unprocessable,
     "config_mismatch": Unprocessable,
     "part_not_served": Unprocessable,
+    "adapter_refused": HttpError,
     "checkpoint_error": BadRequest,
     "delta_error": Unprocessable,
     "unknown_base": Conflict,
@@ -63,7 +61,6 @@ STATUS: dict[str, type[HttpError]] = {
     "stale_publisher": Conflict,
     "draft_lost": Unavailable,
     "draft_closed": Conflict,
-    "swap_error": Conflict,
     "swap_aborted": Conflict,
     "swap_timeout": UpstreamTimeout,
     "staging_cancelled": Conflict,
@@ -71,13 +68,15 @@ STATUS: dict[str, type[HttpError]] = {
     "bad_split": BadRequest,
     "not_enough_instances": Conflict,
     "unknown_version": NotFound,
-    "transfer_error": Unavailable,
     "transport_unavailable": Unavailable,
     "peer_unreachable": Unavailable,
     "transfer_failed": Unavailable,
     "transfer_timed_out": UpstreamTimeout,
-    "peer_error": Unavailable,
+    "bad_bitmap": HttpError,
+    "chunk_mismatch": HttpError,
     "copy_unavailable": Unavailable,
+    "share_lost": HttpError,
+    "no_holder": HttpError,
     "peer_refused": Unavailable,
     "host_name": HttpError,
     "tls_unavailable": HttpError,
@@ -112,3 +111,9 @@ def from_fields(fields: Mapping[str, Any]) -> HttpError:
     if kind is Unavailable:
         return Unavailable(message, code=code, retry_after_s=1, **details)
     return kind(message, code=code, details=details)
+
+
+def table() -> str:
+    """docs/errors.md has it."""
+    rows = (f"| `{code}` | {STATUS[code].status} | {' | '.join(CODES[code])} |" for code in sorted(STATUS))
+    return "\n".join(("| `code` | status | meaning | what to do |", "|---|---|---|---|", *rows))

@@ -114,7 +114,7 @@ class Pusher:
 
         `step` is the training step to note down. `collected`: the gateway made `what.path` itself, of what the request
         held. Any other path of a request below the role `admin` must lie in a `--checkpoints` directory. Raises
-        HttpError, BadPart.
+        HttpError, PublishError.
         """
         named = [*([(what.part, str(Path(what.path)))] if what.path else []), *what.parts.items()]
         for name, where in named:

@@ -89,14 +89,14 @@ class UnloadAdapter(BaseModel):
     http_worker_ipc: Any = None
 
     async def publish(self, model: Model, by: By) -> dict[str, Any]:
-        """As the function `publish`, of a version without the adapter. Raises BadPart if there is none."""
+        """As the function `publish`, of a version without the adapter. Raises PublishError if there is none."""
         return await publish(model, Publication.model_construct(without=[LORA + self.lora_name]), by)
 
 
 async def publish(
     model: Model, what: Publication, by: By, label: str | None = None, *, collected: bool = False
 ) -> dict[str, Any]:
-    """Publishes `what` and swaps it in: its version and the report. Raises HttpError, SwapAborted, BadPart.
+    """Publishes `what` and swaps it in: its version and the report. Raises HttpError, SwapError, PublishError.
 
     `label` is the trainer's own name for its weights, noted as the version's step if it is a number. `collected`: see
     Pusher.push.

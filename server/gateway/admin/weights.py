@@ -46,7 +46,7 @@ from weightsync.control.records import (
 from weightsync.control.state import in_flight
 from weightsync.control.swap import new_target, previous_version
 from weightsync.control.swap import request as request_swap
-from weightsync.errors import BadSplit
+from weightsync.errors import SwapError
 from weightsync.format.manifest import Schema
 
 router = APIRouter(prefix="/admin", tags=["admin"])
@@ -175,7 +175,7 @@ async def split(model: ModelDep, by: ByDep, body: Split, response: Response) -> 
     """Divides requests between versions; answers when every instance runs its own, or says why none does."""
     percents = {share.version: share.percent for share in body.shares}
     if len(percents) < len(body.shares):
-        raise BadSplit("a version is named twice; give it one share")
+        raise SwapError("a version is named twice; give it one share", code="bad_split")
     now = await active_record(model)
     active = now.version if now is not None else None
     shadow = {share.version: share.shadow for share in body.shares if share.shadow}
@@ -352,7 +352,7 @@ async def swap_in(
     """Swaps `version` in, with a `split` or for all; the report when every instance has what it is to run. Where the
     policy asks for approval of what is `guarded`, the request waits, and the answer says so in `pending`.
 
-    Raises SwapAborted, UnknownVersion, SwapTimeout, NotEnoughInstances.
+    Raises SwapError.
     """
     target = new_target(
         version,
@@ -408,7 +408,7 @@ def _told(swap: PastSwapRecord) -> dict[str, Any]:
 
 
 async def checked(model: Model, report: SwapReport) -> dict[str, Any]:
-    """The report of a swap that was done. Raises SwapAborted."""
+    """The report of a swap that was done. Raises SwapError."""
     report.checked()
     swap = await _last_swap(model)
     if swap is None or swap.id != report.id:  # a later swap has taken its place already

@@ -13,7 +13,7 @@ from weightsync.control import placement
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import PARTICIPATING, in_flight
-from weightsync.errors import SwapAborted
+from weightsync.errors import swap_aborted
 from weightsync.store import Store
 from weightsync.tls import ClusterTls
 
@@ -73,7 +73,7 @@ class FleetControl:
             action="split",
         )
         if not report.ok:
-            raise SwapAborted(record.version, report.reason or "no reason given", report.tensor)
+            raise swap_aborted(record.version, report.reason or "no reason given", report.tensor)
 
     async def commit(self, record: ReleaseRecord, version: int) -> None:
         """The same for the whole fleet."""
@@ -87,7 +87,7 @@ class FleetControl:
             action="rollback" if back else "activate",
         )
         if not report.ok:
-            raise SwapAborted(version, report.reason or "no reason given", report.tensor)
+            raise swap_aborted(version, report.reason or "no reason given", report.tensor)
 
     async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
         """Why the candidate does not pass the evaluation sets; "" if it does. Raises ServerError if that is unknown."""

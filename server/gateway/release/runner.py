@@ -40,7 +40,7 @@ from server.gateway.release.records import EvidenceRecord, ReleaseKeys, ReleaseR
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.swap import Approval
 from weightsync.errors import Conflict as StoreConflict
-from weightsync.errors import NotEnoughInstances, RecordError, StoreError, WeightSyncError
+from weightsync.errors import RecordError, StoreError, WeightSyncError, not_enough_instances
 from weightsync.store import MISSING, KeyValue, Store
 
 log: Final = logging.getLogger("hotswap.gateway")
@@ -88,7 +88,7 @@ class Releases:
 
     async def check(self, version: int, policy: Policy) -> int:
         """Whether it could be released now by this policy; the version it would take over from. Raises Conflict,
-        NotFound, NotEnoughInstances, StoreError."""
+        NotFound, SwapError, StoreError."""
         stable, shares = await self._control.serving()
         if stable is None or shares is None or shares:
             what = "a swap is under way" if shares is None else "versions share the traffic" if shares else "none is"
@@ -103,7 +103,7 @@ class Releases:
             under_way = f"The release of version {self.current.version} is under way ({self.current.state})"
             raise Conflict(f"{under_way}; cancel it first.", code="release_under_way")
         if (have := await self._control.instances()) < 2 * policy.minimum:
-            raise NotEnoughInstances(2, policy.minimum, have)
+            raise not_enough_instances(2, policy.minimum, have)
         return stable
 
     async def cancel(self, by: By) -> ReleaseRecord:

@@ -22,9 +22,9 @@ from server.instance.slices import Reads, Saying, joined_reads
 from tests.cluster_tls import Authority
 from tests.server.instance.engines import Core, engine_of
 from tests.waiting import eventually
+from tests.weightsync.codes import refused
 from weightsync import Store
 from weightsync.control.records import CopyRecord, ErrorInfo, Keys, PartRecord, VersionRecord
-from weightsync.errors import CopyUnavailable
 from weightsync.format.manifest import schema_of
 from weightsync.format.slices import Slices
 from weightsync.peer.slices import SlicesRecord, slices_prefix
@@ -129,13 +129,13 @@ async def test_a_version_is_waited_for_on_every_host_that_has_workers(published:
 async def test_the_host_whose_peer_cannot_fetch_it_is_named_at_once(published: Store) -> None:
     await say(published, "a", "fetching")
     await say(published, "b", "failed", ErrorInfo("arena_full", "a slot needs more than there is"))
-    with pytest.raises(CopyUnavailable, match=r"version 2 is not on host b: .* a slot needs more"):
+    with refused("copy_unavailable", match=r"version 2 is not on host b: .* a slot needs more"):
         await asyncio.wait_for(located(published, KEYS, VERSION, ("a", "b"), 10 * WAIT_S), WAIT_S)
 
 
 async def test_a_host_without_a_peer_is_named_when_the_time_is_up(published: Store) -> None:
     await say(published, "a")
-    with pytest.raises(CopyUnavailable, match=r"not on host b: .* is `hotswap peer` running there\?"):
+    with refused("copy_unavailable", match=r"not on host b: .* is `hotswap peer` running there\?"):
         await located(published, KEYS, VERSION, ("a", "b"), 3.0)  # enough to read what a says
 
 

@@ -21,8 +21,9 @@ from server.instance.forms import tell_own
 from server.instance.sidecar import reference_schema
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version
 from tests.waiting import eventually
+from tests.weightsync.codes import refused
 from weightsync.control.records import ActiveRecord, FormRecord, Keys
-from weightsync.errors import ConfigMismatch, StoreRefused, VersionRefused
+from weightsync.errors import StoreRefused
 from weightsync.signing import Trust
 from weightsync.store import open_store
 
@@ -99,7 +100,7 @@ async def test_the_first_version_must_be_one_for_the_configuration_that_the_engi
         wanted = json.dumps({"model_type": "m", "rope_theta": theta, "use_cache": True})
         await store.put(Keys(config.model).form(form), FormRecord("[]", wanted).to_json())
     await staging._stage(store, version(1, form="same"))
-    with pytest.raises(ConfigMismatch, match="another rope_theta"):
+    with refused("config_mismatch", match="another rope_theta"):
         await staging._stage(store, version(1, form="other"))
     await store.close()
 
@@ -181,7 +182,7 @@ async def test_what_no_trusted_key_has_signed_does_not_get_to_the_engine(
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     trusted = tmp_path / "publisher.pub"
     trusted.write_bytes(key.public_bytes(serialization.Encoding.PEM, form))
-    with pytest.raises(VersionRefused, match="version 2 is not signed"):
+    with refused("version_refused", match="version 2 is not signed"):
         await sidecar_of(config_of(tmp_path, trust=(trusted,)))._stage(UNASKED, version())
     config, checked = config_of(tmp_path, trust=(trusted,)), list[str | None]()
     monkeypatch.setattr(Trust, "check", lambda self, model, record, config=None: checked.append(config))

@@ -22,6 +22,7 @@ import orjson
 import pytest
 
 from tests.waiting import wait_until
+from tests.weightsync.codes import refused
 from tests.weightsync.test_signing import pair
 from weightsync import Adapter, BucketPublisher, Publisher, SlotReader
 from weightsync.bucket import reader
@@ -29,16 +30,7 @@ from weightsync.bucket.__main__ import main
 from weightsync.bucket.carrier import Carrier, Desk, Order
 from weightsync.bucket.metrics import PublisherMetrics
 from weightsync.bucket.objects import Bucket, StoredVersion, directory_of, redacted
-from weightsync.errors import (
-    BadPart,
-    BucketDamaged,
-    BucketError,
-    BucketTaken,
-    BucketUnavailable,
-    UnsupportedDtype,
-    VersionGone,
-    VersionNeeded,
-)
+from weightsync.errors import BucketDamaged, BucketError, VersionGone
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -89,7 +81,7 @@ def test_the_first_version_is_whole_and_the_next_are_differences(url: str) -> No
     assert (versions[1].header.step, versions[1].header.metadata) == (20, {"a": "b"})
     assert [v.number for v in reader.chain(pub.bucket, versions[2], lambda _: False)] == [1, 2, 3]
     assert [v.number for v in reader.chain(pub.bucket, versions[2], lambda v: v.number == 2)] == [3]
-    with pytest.raises(UnsupportedDtype):
+    with refused("unsupported_dtype"):
         pub.publish({"x": np.zeros(2, "complex64")})
     assert pub.publish(weights(9), config={"model_type": "toy"}) == 6  # nothing alike: in full
     assert (newest(pub.bucket).base, newest(pub.bucket).header.config) == (None, '{"model_type": "toy"}')
@@ -114,7 +106,7 @@ def test_a_new_publisher_goes_on_in_full_and_the_one_before_learns_of_it(url: st
     two = publisher(url)
     assert two.publish(nudged(weights())) == 2
     assert newest(two.bucket).base is None
-    with pytest.raises(BucketTaken, match="has published version 2 in"):
+    with refused("bucket_taken", match="has published version 2 in"):
         one.publish(nudged(weights(), 2))
     assert two.publish(nudged(nudged(weights()), 3)) == 3
     assert all(directory_of(two.bucket.read(int(name[5:17]))) in name for name in files(url) if name[:4] == "data")
@@ -140,7 +132,7 @@ def test_a_claim_whose_answer_was_lost_is_taken_up(url: str, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(pub.bucket._files, "pipe_file", lost)
-        with pytest.raises(BucketUnavailable):
+        with refused("bucket_unavailable"):
             pub.publish(nudged(tensors))
     assert pub.bucket.numbers() == [1, 2]
     again = nudged(tensors, 1 if same else 2)
@@ -200,7 +192,7 @@ def test_a_store_that_fails_half_way_is_tried_again(url: str, monkeypatch: pytes
             raise OSError("http://user:secret@host/x?token=1 is away")
 
         patch.setattr(pub.bucket._files, "pipe_file", fail)
-        with pytest.raises(BucketUnavailable, match="http://host/x is away") as told:
+        with refused("bucket_unavailable", match="http://host/x is away") as told:
             pub.publish(nudged(tensors))
     assert "secret" not in str(told.value)
     assert pub.publish(nudged(tensors)) == 2
@@ -345,7 +337,7 @@ def test_each_part_has_a_succession_of_its_own_and_records_say_where_the_others_
     assert newest(another.bucket).others == {"": 3, "lora/a": 4}
     assert another.bucket.numbers() == [1, 2, 3, 4, 5]  # what the newest is made of
     for name, what in {"lora/a": {"x": np.zeros(2, np.float32)}, "lora/?": weights(), "other": weights()}.items():
-        with pytest.raises(BadPart):
+        with refused("bad_part"):
             pub.publish(what, part=name)
 
 
@@ -356,7 +348,7 @@ def test_a_version_is_removed_unless_another_needs_it(url: str) -> None:
         tensors = nudged(tensors, number)
     assert [pub.bucket.read(number).base for number in pub.bucket.numbers()] == [None, 1, None, 3]
     for number, problem in {1: r"versions 2 need it", 3: r"versions 4 need it", 4: "it is the newest"}.items():
-        with pytest.raises(VersionNeeded, match=problem):
+        with refused("version_needed", match=problem):
             pub.bucket.remove(number)
     pub.bucket.remove(2)
     pub.bucket.remove(1)
@@ -385,7 +377,7 @@ def test_metrics_count_versions_bytes_and_failures(url: str, monkeypatch: pytest
     pub.publish(nudged(tensors))
     with monkeypatch.context() as patch:
         patch.setattr(pub.bucket, "claim", lambda _: "")
-        with pytest.raises(BucketTaken):
+        with refused("bucket_taken"):
             pub.publish(tensors)
     page = pub.metrics.generate().decode()
     for kind, number in (("full", 1), ("delta", 2)):
@@ -450,7 +442,7 @@ def test_an_answer_after_its_time_is_not_the_next_orders(
         carrier._process.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr("weightsync.bucket.carrier.TAKEN_S", 0.0)
-            with pytest.raises(BucketUnavailable, match="did not answer"):
+            with refused("bucket_unavailable", match="did not answer"):
                 carrier.hand(slot, digest)
         carrier._process.send_signal(signal.SIGCONT)
         with pytest.raises(BucketError, match="slot"):
@@ -460,7 +452,7 @@ def test_an_answer_after_its_time_is_not_the_next_orders(
 
 def test_what_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
-    with pytest.raises(BucketUnavailable, match="cannot be used"):
+    with refused("bucket_unavailable", match="cannot be used"):
         Carrier(f"file://{tmp_path}/file/run", model="demo")
     with pytest.raises(BucketError, match="metrics cannot be served at nowhere"):
         Carrier(f"file://{tmp_path}/run", model="demo", metrics="nowhere:x")

@@ -15,7 +15,7 @@ from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
 from weightsync import Participant, StageResult
 from weightsync.control import agent_state
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
-from weightsync.errors import DigestMismatch, StoreRefused
+from weightsync.errors import StoreRefused, digest_mismatch
 
 
 async def registered(fleet: Fleet, name: str) -> InstanceRecord:
@@ -54,7 +54,7 @@ async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
     await fleet.coordinator().activate(await fleet.publish())
 
     def refuse(version: object) -> None:
-        raise DigestMismatch("w", "aa", "bb" if len(engine.calls) <= 3 else "cc")
+        raise digest_mismatch("w", "aa", "bb" if len(engine.calls) <= 3 else "cc")
 
     engine = Engine(on_stage=refuse)
     await fleet.instance("a", engine, wait=False)

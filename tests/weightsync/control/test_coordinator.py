@@ -15,6 +15,7 @@ import pytest
 
 from tests.etcd import Etcd
 from tests.waiting import eventually, stays
+from tests.weightsync.codes import refused
 from tests.weightsync.fleet import KEYS, Engine, Fleet, before_the_commit, running_fleet
 from weightsync import CommitResult, SwapReport
 from weightsync.control import chain, outcome, swap
@@ -22,20 +23,12 @@ from weightsync.control.board import Board
 from weightsync.control.history import past_swaps
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapMode, SwapRecord, TargetRecord, VersionRecord
 from weightsync.control.state import Ask, Step, View, Wait, decide, in_flight
-from weightsync.errors import (
-    DigestMismatch,
-    StoreRefused,
-    StoreUnavailable,
-    SwapAborted,
-    SwapTimeout,
-    UnknownVersion,
-    WatchCompacted,
-)
+from weightsync.errors import StoreRefused, StoreUnavailable, WatchCompacted, digest_mismatch
 from weightsync.store.protocol import Event, KeyValue
 
 
 def refuse(version: object) -> None:
-    raise DigestMismatch("model.norm.weight", "aa", "bb")
+    raise digest_mismatch("model.norm.weight", "aa", "bb")
 
 
 async def test_a_version_is_committed_on_all_instances(fleet: Fleet) -> None:
@@ -66,7 +59,7 @@ async def test_one_record_that_cannot_be_read_does_not_end_the_swaps(fleet: Flee
     await store.put(KEYS.target, wish)
     assert (await coordinator.activate(await fleet.publish(2.0))).ok
     assert engine.running == bad + 1
-    with pytest.raises(UnknownVersion):
+    with refused("unknown_version"):
         await coordinator.activate(bad)
 
 
@@ -120,7 +113,7 @@ async def test_the_publisher_of_a_bad_version_hears_why_and_the_history_keeps_it
     await fleet.serving("a")
     engine = fleet.engines["a"]
     engine.on_stage = refuse
-    with pytest.raises(SwapAborted, match=r"instance a: tensor 'model\.norm\.weight'") as aborted:
+    with refused("swap_aborted", match=r"instance a: tensor 'model\.norm\.weight'") as aborted:
         await fleet.publish(activate=True, timeout_s=60)
     assert aborted.value.tensor == "model.norm.weight"
     assert (engine.running, (await fleet.active()).version) == (1, 1)
@@ -172,7 +165,7 @@ async def test_if_no_instance_can_flip_the_version_before_is_committed_again(fle
     await fleet.publish(activate=True, timeout_s=60)
     for engine in engines:
         engine.on_commit = out_of_memory
-    with pytest.raises(SwapAborted, match=r"no instance could flip \([ab]: RuntimeError: out of memory"):
+    with refused("swap_aborted", match=r"no instance could flip \([ab]: RuntimeError: out of memory"):
         await fleet.publish(1.0, activate=True, timeout_s=60)
     found = await fleet.active()
     assert (found.version, found.epoch, found.previous) == (1, 3, None)
@@ -291,7 +284,7 @@ async def test_old_versions_are_retired_and_needed_ones_are_not(fleet: Fleet) ->
     for version in (4, 6, 5):
         assert (await coordinator.activate(version)).ok
         assert engine.running == version
-    with pytest.raises(UnknownVersion, match="retired"):
+    with refused("unknown_version", match="retired"):
         await coordinator.activate(2)
     assert len(fleet.publisher.arena.slots("demo")) <= 4
 
@@ -360,7 +353,7 @@ async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(fle
     assert slow.running == version
     assert (await swap).ok
     await outcome.of_version(store, KEYS, version, 60)
-    with pytest.raises(SwapTimeout):
+    with refused("swap_timeout"):
         await outcome.of_version(store, KEYS, 99, 0.1)
 
 
@@ -378,7 +371,7 @@ async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(
     waiting = asyncio.create_task(outcome.of_version(store, KEYS, version, 60))
     await eventually(lambda: follows)
     assert not (await coordinator.activate(version)).ok
-    with pytest.raises(SwapAborted, match=r"model\.norm\.weight"):
+    with refused("swap_aborted", match=r"model\.norm\.weight"):
         await waiting
 
 
@@ -529,7 +522,7 @@ async def test_a_commit_that_the_store_refuses_aborts_the_swap_and_says_why(
         raise StoreRefused("etcd://x", "request is too large", "Start etcd with a larger --max-request-bytes")
 
     before_the_commit(coordinator._store, monkeypatch, refuse)
-    with pytest.raises(SwapAborted, match="--max-request-bytes"):
+    with refused("swap_aborted", match="--max-request-bytes"):
         await fleet.publish(activate=True, timeout_s=60)
     assert await fleet.store().get(KEYS.active) is None
     assert engine.running is None

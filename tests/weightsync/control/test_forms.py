@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from server.gateway.fleet import routing
+from tests.weightsync.codes import refused
 from tests.weightsync.control.test_state import ACTIVE, SWAP, TARGET, view
 from weightsync.control import agent_state
 from weightsync.control.agent_state import Drain, Flip, Rest, Restart, Serve, decide
@@ -44,7 +45,6 @@ from weightsync.control.state import CANNOT_READ, RESTART_S, ROLLING_DRAIN_S, As
 from weightsync.control.state import decide as coordinate
 from weightsync.control.swap import needed_versions
 from weightsync.control.trial import ProbeResult
-from weightsync.errors import ConfigMismatch
 from weightsync.store.protocol import KeyValue
 
 WHY = "lm_head.weight is new"
@@ -380,9 +380,9 @@ def test_a_configuration_must_fit_to_the_model_directory() -> None:
     served = dict.fromkeys(KEPT, 1) | {"tie_word_embeddings": True, "num_hidden_layers": 2}
     check_config(json.dumps(served), json.dumps(served | {"tie_word_embeddings": False, "quantization_config": {}}))
     for name in KEPT:
-        with pytest.raises(ConfigMismatch, match=name):
+        with refused("config_mismatch", match=name):
             check_config(json.dumps(served), json.dumps(served | {name: 2}))
-    with pytest.raises(ConfigMismatch, match="not JSON"):
+    with refused("config_mismatch", match="not JSON"):
         check_config(json.dumps(served), "{")
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import model
 from weightsync import Adapter, Publisher, Store
 from weightsync.control.hosts import arena_key, check_host, host_of, keep_to_loopback, local_path, slot_name, this_host
 from weightsync.control.parts import slots_of
 from weightsync.control.records import ArenaRecord, CopyRecord, Keys, PartRecord
-from weightsync.errors import ArenaUnavailable, DeltaBaseMismatch, HostNameError, ManifestError, RecordError
+from weightsync.errors import ManifestError, RecordError
 from weightsync.peer.copies import local_slot, own_copies, parse_key, ready_digests
 from weightsync.publish.delta import Base, DeltaHeader
 from weightsync.push import _base_slot
@@ -47,9 +48,9 @@ def test_on_the_one_host_a_name_is_the_path() -> None:
 @pytest.mark.parametrize("host", ["A", "-a", "a-", "a_b", "a/b", "a" * 64, "ä", "a b"])
 def test_bad_host_names(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSWAP_HOST", host)
-    with pytest.raises(HostNameError, match="HOTSWAP_HOST"):
+    with refused("host_name", match="HOTSWAP_HOST"):
         this_host()
-    with pytest.raises(HostNameError):
+    with refused("host_name"):
         slot_name("/x", check_host(host))
 
 
@@ -128,7 +129,7 @@ def test_the_base_of_a_delta_must_be_on_this_host(store_url: str, monkeypatch: p
             assert slot is not None
     monkeypatch.setenv("HOTSWAP_HOST", "b")
     with Publisher(store_url, model="demo", lineage="two") as publisher:
-        with pytest.raises(DeltaBaseMismatch, match="is not here"), _base_slot(publisher, header):
+        with refused("unknown_base", match="is not here"), _base_slot(publisher, header):
             pass
         path = local_path(record.slot, "a")
         here = copy("b", record.manifest_digest, slot=str(path))
@@ -145,7 +146,7 @@ def test_two_hosts_have_arenas_of_their_own(store_url: str, monkeypatch: pytest.
         with Publisher(store_url, model="demo", lineage=host) as publisher:
             assert publisher.arena.directory == tmp_path / host
     (tmp_path / "b").chmod(0o777)
-    with pytest.raises(ArenaUnavailable):
+    with refused("arena_unavailable"):
         Publisher(store_url, model="demo")
 
 

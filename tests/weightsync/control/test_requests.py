@@ -10,12 +10,13 @@ import pytest
 
 from loadtest.simulation.clock import Clock
 from loadtest.simulation.store import Client, ModelStore
+from tests.weightsync.codes import refused
 from tests.weightsync.writers import ROOT, watched
 from weightsync import Publisher, SyncStore
 from weightsync.control import swap
 from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
-from weightsync.errors import StalePublisher, UnknownVersion
+from weightsync.errors import StalePublisher
 from weightsync.format.manifest import Schema
 from weightsync.store.protocol import KeyValue
 
@@ -51,7 +52,7 @@ def test_an_operator_may_ask_for_any_ready_version_while_a_trainer_publishes(
 
 def test_a_version_that_is_retired_meanwhile_is_not_asked_for() -> None:
     store = RetiresOnRead()
-    with pytest.raises(UnknownVersion, match=r"version 1 is retired, .*--keep-versions.* choose one that is ready"):
+    with refused("unknown_version", match=r"version 1 is retired, .*--keep-versions.* choose one that is ready"):
         asyncio.run(swap.request(store, KEYS, swap.new_target(1, "operator", 5.0)))
     assert store.store.get(KEYS.target) is None
 

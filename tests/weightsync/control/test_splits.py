@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import eventually
+from tests.weightsync.codes import refused
 from tests.weightsync.fleet import KEYS, Engine, Fleet
 from weightsync import Coordinator, ProbeResult, SwapReport
 from weightsync.control.agent_state import Flip, Rest, Serve, Stage
@@ -31,7 +32,6 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import REPLACE_S, Ask, Step, View, Wait, decide
 from weightsync.control.swap import depends_on
-from weightsync.errors import BadSplit, NotEnoughInstances
 
 STORES = ["sqlite", "etcd"]
 HALF = SplitRecord((ShareRecord(2, 50.0),))
@@ -69,9 +69,9 @@ def test_versions_have_instances_by_their_percent(
 def test_each_version_has_its_minimum_or_there_is_no_split() -> None:
     active, split = split_of({1: 99, 2: 1}, 1, minimum=2)
     assert counts(active, split, 4) == {1: 2, 2: 2}
-    with pytest.raises(NotEnoughInstances, match=r"of 4 instances or more \(2 for each\), and 3 serve"):
+    with refused("not_enough_instances", match=r"of 4 instances or more \(2 for each\), and 3 serve"):
         counts(active, split, 3)
-    with pytest.raises(NotEnoughInstances, match=r"2 instances or more \(one for each\), and 1 serves") as one:
+    with refused("not_enough_instances", match=r"2 instances or more \(one for each\), and 1 serves") as one:
         counts(1, HALF, 1)
     assert one.value.needed == 2
 
@@ -104,16 +104,16 @@ def test_a_wish_is_read_and_checked() -> None:
         SplitRecord((ShareRecord(13, 50.0),), "header:x-user", 2),
     )
     for percents in ({12: 100.0}, {}, {12: 90.0, 13: 20.0}, {12: 110.0, 13: -10.0}, {12: float("nan"), 13: 50.0}):
-        with pytest.raises(BadSplit):
+        with refused("bad_split"):
             split_of(percents, 12)
     for sticky in ("user", "header:", "header:a b", "Key"):
-        with pytest.raises(BadSplit, match="choose key, session or header:NAME"):
+        with refused("bad_split", match="choose key, session or header:NAME"):
             split_of({12: 50, 13: 50}, 12, sticky=sticky)
-    with pytest.raises(BadSplit):
+    with refused("bad_split"):
         split_of({12: 50, 13: 50}, 12, minimum=0)
     assert split_of({12: 100, 13: 0}, 12, shadow={13: 5})[1].shares == (ShareRecord(13, 0.0, shadow=5.0),)
     for shadow in ({12: 5.0}, {14: 5.0}, {13: 101.0}, {13: -1.0}):
-        with pytest.raises(BadSplit, match="up to 100 %"):
+        with refused("bad_split", match="up to 100 %"):
             split_of({12: 50, 13: 50}, 12, shadow=shadow)
 
 

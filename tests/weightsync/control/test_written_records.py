@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SyncStore
 from weightsync.control import swap
@@ -36,7 +37,7 @@ from weightsync.control.records import (
 from weightsync.control.state import Step, decide
 from weightsync.control.strict_json import MOST, Record
 from weightsync.control.swap import transaction, view_of
-from weightsync.errors import RecordRefused, WeightSyncError
+from weightsync.errors import RecordError, WeightSyncError
 
 ROOT = Path(__file__).parents[3]
 QUICK = settings(
@@ -118,8 +119,9 @@ def test_what_is_written_is_read_back_equal(kind: type[Record]) -> None:
     def check(record: Record) -> None:
         try:
             raw = record.to_json()
-        except RecordRefused as refused:
-            assert "field" in refused.problem or "bytes" in refused.problem, refused  # noqa: PT017
+        except RecordError as error:
+            assert error.code == "record_refused"  # noqa: PT017
+            assert "field" in error.problem or "bytes" in error.problem, error  # noqa: PT017
             return
         assert kind.from_json(raw) == record
         assert kind.LONG_TEXTS or len(raw) <= MOST
@@ -136,7 +138,7 @@ def test_what_is_written_is_read_back_equal(kind: type[Record]) -> None:
     ids=["nan", "infinity", "surrogate", "digits", "long", "list"],
 )
 def test_a_refusal_names_the_field(field: str, value: object) -> None:
-    with pytest.raises(RecordRefused, match=f"InstanceRecord: field '{field}'"):
+    with refused("record_refused", match=f"InstanceRecord: field '{field}'"):
         dataclasses.replace(InstanceRecord("a", "b"), **{field: value}).to_json()
 
 
@@ -150,7 +152,7 @@ def test_an_error_can_always_be_told() -> None:
 def test_a_name_that_cannot_end_a_key(name: str) -> None:
     keys = Keys("demo")
     for method in (keys.publisher, keys.instance, keys.start, keys.pause):
-        with pytest.raises(RecordRefused, match="cannot be the end of a key"):
+        with refused("record_refused", match="cannot be the end of a key"):
             method(name)
 
 
@@ -164,7 +166,7 @@ def test_no_model_writes_among_the_records_of_another() -> None:
     assert {"versions", "instances", "sleeps", "hosts"} <= below <= TAKEN
     for name in TAKEN:
         assert Keys(name).root
-        with pytest.raises(RecordRefused, match="among the records of another model"):
+        with refused("record_refused", match="among the records of another model"):
             Keys(f"demo/{name}/x")
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import model, read_back
 from weightsync import Arena, Publisher
-from weightsync.errors import ArenaFull, ArenaUnavailable, SlotBusy
+from weightsync.errors import ArenaFull, SlotBusy
 from weightsync.memory import arena as arenas
 from weightsync.memory.arena import MAPPINGS, SlotLock, prefault
 
@@ -186,13 +187,13 @@ def test_unlocking_does_not_wait_for_a_child_to_close_its_copy(arena: Arena) -> 
 
 @pytest.mark.parametrize("place", ["/proc/arena", "/dev/null/arena"])
 def test_a_directory_that_cannot_be_made(place: str) -> None:
-    with pytest.raises(ArenaUnavailable, match="choose"):
+    with refused("arena_unavailable", match="choose"):
         Arena(place)
 
 
 def test_a_directory_that_others_may_write_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(ArenaUnavailable, match="chmod 700"):
+    with refused("arena_unavailable", match="chmod 700"):
         Arena(tmp_path)
 
 
@@ -255,7 +256,7 @@ def test_a_version_that_does_not_fit_leaves_the_others_alone(store_url: str, mon
         monkeypatch.setenv("HOTSWAP_ARENA", str(directory))
         with Publisher(store_url, model="small") as small, Publisher(store_url, model="large") as large:
             small.publish(model(1.0), activate=False)
-            with pytest.raises(ArenaFull):
+            with refused("arena_full"):
                 large.publish(model(width=512), activate=False)
             assert large.versions() == []
             (record,) = small.versions()

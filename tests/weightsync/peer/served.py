@@ -15,7 +15,7 @@ from tests.weightsync.peer.hosts import CHUNK, MODEL, is_free, newest, random_mo
 from weightsync import Publisher
 from weightsync.control.hosts import local_path, slot_name
 from weightsync.control.records import CopyRecord, VersionRecord
-from weightsync.errors import TransferTimedOut
+from weightsync.errors import transfer_timed_out
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Head
 from weightsync.peer.control import Control, PeerClient, listen, serving
@@ -106,7 +106,7 @@ class WrappedLink:
     def read(self, into: Region, remote: bytes, pieces: Sequence[Piece], timeout_s: float) -> None:
         if self._owner.stalls > 0:
             self._owner.stalls -= 1
-            raise TransferTimedOut("a", timeout_s)
+            raise transfer_timed_out("a", timeout_s)
         self._inner.read(into, remote, pieces, timeout_s)
 
     def close(self) -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from tests.waiting import eventually
+from tests.weightsync.codes import refused
 from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import KEYS, MODEL, Fetching, Hosts, newest, path_of, random_model
 from weightsync import Adapter, Publisher, Store
 from weightsync.control.records import CopyRecord, ErrorInfo, VersionRecord
-from weightsync.errors import CopyUnavailable
+from weightsync.errors import PeerError
 from weightsync.peer.copies import Announcer, CopyBoard, own_copies, parse_key, wait_for_slots
 
 STORES = ["sqlite", "etcd"]
@@ -45,7 +46,7 @@ def record(store_url: str, monkeypatch: pytest.MonkeyPatch) -> VersionRecord:
 async def test_on_the_one_host_nothing_changes(store: Store, record: VersionRecord) -> None:
     plain = replace(record, slot="/dev/shm/x/slot-1")
     assert await wait_for_slots(store, KEYS, plain, "", 1.0) is plain
-    with pytest.raises(CopyUnavailable, match="lies on host a: set HOTSWAP_HOST"):
+    with refused("copy_unavailable", match="lies on host a: set HOTSWAP_HOST"):
         await wait_for_slots(store, KEYS, record, "", 1.0)
 
 
@@ -76,19 +77,19 @@ async def test_what_the_peer_failed_with_is_told(store: Store, record: VersionRe
     error = ErrorInfo("arena_full", "a slot needs more than there is")
     waiting = asyncio.create_task(wait_for_slots(store, KEYS, record, "b", 60.0))
     await put(store, copy("b", record.manifest_digest, slot="//b/dev/shm/here", state="failed", error=error))
-    with pytest.raises(CopyUnavailable, match="could not fetch it; a slot needs more") as caught:
+    with refused("copy_unavailable", match="could not fetch it; a slot needs more") as caught:
         await asyncio.wait_for(waiting, 30)
     assert caught.value.cause == "arena_full"
 
 
 async def test_without_a_peer_it_ends_in_time(store: Store, record: VersionRecord) -> None:
-    with pytest.raises(CopyUnavailable, match=r"after 0\.2 s; no peer of b has begun"):
+    with refused("copy_unavailable", match=r"after 0\.2 s; no peer of b has begun"):
         await wait_for_slots(store, KEYS, record, "b", 0.2)
     error = ErrorInfo("no_holder", "nobody has it")
     await put(store, copy("b", record.manifest_digest, slot="//b/dev/shm/here", state="fetching", error=error))
 
-    async def said() -> CopyUnavailable | None:
-        with pytest.raises(CopyUnavailable) as caught:
+    async def said() -> PeerError | None:
+        with refused("copy_unavailable") as caught:
             await wait_for_slots(store, KEYS, record, "b", 0.2)
         return caught.value if "nobody has it" in str(caught.value) else None  # a slow store has said nothing by then
 
@@ -100,7 +101,7 @@ async def test_what_nobody_wants_any_more_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("weightsync.peer.copies.STILL_WANTED_S", 0.1)
     await store.delete(KEYS.target)
-    with pytest.raises(CopyUnavailable, match="nobody wants it any more"):
+    with refused("copy_unavailable", match="nobody wants it any more"):
         await wait_for_slots(store, KEYS, record, "b", 60.0)
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.peer.chunks import BadBitmap, Bitmap
+from tests.weightsync.codes import refused
+from weightsync.peer.chunks import Bitmap
 from weightsync.peer.holders import LOOKS, MOST_LOOKS, PATIENCE_S, Feeders, Patience
 from weightsync.peer.plan import LEAST_MARGIN, Assignment, Holder, Planner, choose, feeders, halves
 
@@ -161,7 +162,7 @@ def test_bitmaps_come_back_as_they_went_and_chunks_are_added_and_taken_out(bitma
 
 @pytest.mark.parametrize("text", ["", "?", "AAA=", "AAAAAA==", "/w==", "AA"])
 def test_what_is_no_bitmap_of_these_chunks_is_refused(text: str) -> None:
-    with pytest.raises(BadBitmap, match="same release"):
+    with refused("bad_bitmap", match="same release"):
         Bitmap.decoded(text, 6)
 
 

@@ -16,7 +16,7 @@ from tests.weightsync.peer.hosts import MODEL
 from weightsync import Store
 from weightsync.control.hosts import slot_name
 from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
-from weightsync.errors import ArenaFull, DigestMismatch, ManifestError, PeerError, PeerRefused
+from weightsync.errors import ArenaFull, ManifestError, PeerError, PeerRefused, digest_mismatch
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, digests_of
 from weightsync.peer.control import PeerClient
@@ -261,7 +261,7 @@ async def test_a_share_of_this_host_does_not_make_room(peer: Peer) -> None:
 
 async def test_wrong_contents_fail_a_fetch_only_when_no_other_host_has_it(peer: Peer) -> None:
     """An instance refuses a swap as soon as its peer has failed: one bad host of several must not cost it that."""
-    wrong, metrics = Failing(DigestMismatch("a.weight", "0", "1"), True, False), PeerMetrics()
+    wrong, metrics = Failing(digest_mismatch("a.weight", "0", "1"), True, False), PeerMetrics()
     supply = Supply(peer._shelf, wrong, metrics, lambda: None)  # type: ignore[arg-type]
     seen = []
 

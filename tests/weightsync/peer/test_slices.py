@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
+from tests.weightsync.codes import refused
 from tests.weightsync.peer.hosts import CHUNK, KEYS, MODEL, SLOW, Hosts, bytes_of, path_of, random_model
 from weightsync import SlotReader, Store
 from weightsync.control.records import CopyHostRecord, CopyRecord, ErrorInfo, InstanceRecord, Keys, VersionRecord
-from weightsync.errors import CopyUnavailable, DigestMismatch, ManifestError
+from weightsync.errors import ManifestError
 from weightsync.format.manifest import CUTS, Cuts, Layout, Manifest, Schema, TensorEntry, TensorSpec, cut_ends, parts_of
 from weightsync.format.slices import MOST_BLOCKS, Slices
 from weightsync.memory.arena import Arena
@@ -257,7 +258,7 @@ async def test_an_instance_waits_until_its_peer_has_what_it_needs(hosts: Hosts, 
     found = await wait_for_slots(store, KEYS, record, "b", 60.0, HALF.digest)
     assert found.slot == (await asyncio.to_thread(part_of, hosts, "b", record.manifest_digest, HALF)).slot[3:]
     for wanted in ("", more.digest):
-        with pytest.raises(CopyUnavailable):
+        with refused("copy_unavailable"):
             await wait_for_slots(store, KEYS, record, "b", 0.5, wanted)
     waiting = asyncio.create_task(wait_for_slots(store, KEYS, record, "b", 60.0, more.digest))
     await asyncio.to_thread(say, hosts, "b", more)
@@ -268,12 +269,12 @@ async def test_what_the_peer_cannot_fetch_for_another_instance_holds_nobody_up(s
     record = VersionRecord(1, "ready", "//a/dev/shm/x/slot-1", 1, "d" * 32, None, None, "p", 1, 0.0, "", 1)
     copy = CopyRecord("b", "//b/x/slot-9", "d" * 32, 1, "failed", "b:1", 1.0, ErrorInfo("arena_full", "no room"))
     await store.put(KEYS.copy("d" * 32, "b"), copy.to_json())
-    with pytest.raises(CopyUnavailable, match="no room"):
+    with refused("copy_unavailable", match="no room"):
         await wait_for_slots(store, KEYS, record, "b", 10.0, HALF.digest)
     part = PartCopyRecord("b", "//b/x/slot-9", "d" * 32, (HALF.digest,))
     await store.put(part_copy_key(KEYS, "d" * 32, "b"), part.to_json())
     assert (await wait_for_slots(store, KEYS, record, "b", 10.0, HALF.digest)).slot == "/x/slot-9"
-    with pytest.raises(CopyUnavailable, match="no room"):
+    with refused("copy_unavailable", match="no room"):
         await wait_for_slots(store, KEYS, record, "b", 10.0, "another")
 
 
@@ -283,7 +284,7 @@ def test_who_looks_for_versions_on_a_host_does_not_take_a_part(hosts: Hosts) -> 
     record = hosts.publish("a", WEIGHTS)
     part = part_of(hosts, "b", record.manifest_digest, HALF)
     path = Path(part.slot.removeprefix("//b"))
-    with SlotReader.open(path, part=True) as reader, pytest.raises(DigestMismatch):
+    with SlotReader.open(path, part=True) as reader, refused("digest_mismatch"):
         reader.verify_all()  # the rest is not here, and says so
     head = Head.of_part(memoryview(path.read_bytes()), record.manifest_digest)
     assert head is not None

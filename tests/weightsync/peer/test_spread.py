@@ -11,11 +11,12 @@ import pytest
 
 import weightsync
 from tests.waiting import wait_until
+from tests.weightsync.codes import refused
 from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import CHUNK, MODEL, Fetching, Hosts, bytes_of, newest
 from tests.weightsync.peer.spreading import ROWS, Ranks, model, schema_of, spread, write
 from weightsync import Adapter, SlotReader
-from weightsync.errors import ArenaUnavailable, BadPart, ManifestError, PublishError, SwapAborted
+from weightsync.errors import ManifestError, PublishError
 from weightsync.format.manifest import Layout
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.shelf import Regions
@@ -116,7 +117,7 @@ def test_what_came_is_compared_with_what_was_written(hosts: Hosts, transport: Tr
 def test_a_directory_that_no_peer_sees_gets_no_share(hosts: Hosts, tmp_path: Path) -> None:
     """Where ranks do not share the arena with their host's peer, the same path is another directory, or none."""
     publisher = hosts.publisher("a")
-    with publisher.begin(schema_of(model())) as draft, pytest.raises(ArenaUnavailable, match="share it"):
+    with publisher.begin(schema_of(model())) as draft, refused("arena_unavailable", match="share it"):
         HostShare(tmp_path / "absent", MODEL, draft.version, draft.schema, [])
     assert not (tmp_path / "absent").exists()
 
@@ -197,7 +198,7 @@ async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: 
             return version
 
         first = await asyncio.to_thread(swap, 0)
-        with pytest.raises(SwapAborted, match="host b, which wrote some, is gone"):
+        with refused("swap_aborted", match="host b, which wrote some, is gone"):
             await asyncio.to_thread(swap, 1, killed="b")
         assert engine.running == first
         record = newest(publisher)
@@ -226,6 +227,6 @@ def test_an_adapter_goes_onto_a_version_that_is_whole_nowhere(hosts: Hosts, tran
     assert (carried.base_version, carried.slot, carried.shares) == (version, record.slot, ("b",))
     hosts.kill("b")
     wait_until(lambda: "b" not in hosts.copies(record.manifest_digest))
-    with pytest.raises(BadPart):
+    with refused("bad_part"):
         publisher.publish(adapter, **onto)
     share.close()

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from loadtest.models.checkpoints import make_checkpoint
+from tests.weightsync.codes import refused
 from weightsync import Publisher, SyncStore
 from weightsync.control.parts import Adapter
 from weightsync.control.records import DiskRecord, Keys
-from weightsync.errors import BadPart, PersistError, UnknownVersion
+from weightsync.errors import PersistError
 from weightsync.persist.disk import Disk
 from weightsync.persist.export import export
 from weightsync.publish.checkpoint import read_config
@@ -57,7 +58,7 @@ def test_a_version_that_is_on_disk_alone(source: Path, store_url: str, arena_dir
     disk = Disk(tmp_path / "copies")
     disk.write(record, {"": Path(record.slot)}, [])
     Path(record.slot).unlink()
-    with pytest.raises(UnknownVersion):
+    with refused("unknown_version"):
         export(store_url, "demo", version, tmp_path / "out")
     store = SyncStore(store_url)
     store.put(Keys("demo").disk(""), DiskRecord("", str(disk.directory), (1,), 1, 0.0).to_json())
@@ -77,7 +78,7 @@ def test_an_adapter_is_exported_as_peft_has_it(store_url: str, publisher: Publis
     assert stored.keys() == adapter.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in adapter.items())
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text()) == CONFIG
-    with pytest.raises(BadPart, match="lora/math"):
+    with refused("bad_part", match="lora/math"):
         export(store_url, "demo", version, tmp_path / "other", part="draft")
 
 
@@ -106,7 +107,7 @@ def test_nothing_is_overwritten_or_left_half(source: Path, store_url: str, tmp_p
         with pytest.raises(PersistError, match="not an empty directory"):
             export(store_url, "demo", version, taken)
     assert (full / "mine").read_text() == "kept"
-    with pytest.raises(UnknownVersion):
+    with refused("unknown_version"):
         export(store_url, "demo", 9, empty)
     assert not empty.exists()
     shutil.move(source / "config.json", tmp_path / "config.json")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.waiting import eventually
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SlotReader, Store, ensure_arena
 from weightsync.control.history import past_swaps
@@ -32,7 +33,7 @@ from weightsync.control.records import (
     SplitRecord,
     VersionRecord,
 )
-from weightsync.errors import PersistFull, UnknownVersion, VersionLost
+from weightsync.errors import VersionLost
 from weightsync.memory.arena import Arena
 from weightsync.persist import Restored, __main__, disk, restore
 from weightsync.persist.__main__ import Persister
@@ -233,7 +234,7 @@ async def test_a_damaged_copy_is_never_served_and_an_older_one_only_by_decision(
         await host.restored()
     assert (lost.value.version, lost.value.offer) == (2, 1)
     assert host.publisher.active().version == 2  # type: ignore[union-attr]
-    with pytest.raises(UnknownVersion):
+    with refused("unknown_version"):
         await host.restored(7)
     assert await host.restored(1) == Restored(1, "disk", None, (2,))
     active = host.publisher.active()
@@ -319,7 +320,7 @@ async def test_a_full_disk_breaks_nothing(host: Host, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(disk, "write_piece", full)
     assert not await host.persist()
-    with pytest.raises(PersistFull, match="free some"):
+    with refused("persist_full", match="free some"):
         host.disk().write(host.version(2), {"": Path(host.version(2).slot)}, [host.version(1)])
     monkeypatch.undo()
     host.verify_copy(1)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from tests.weightsync.codes import refused
 from weightsync import Adapter, BucketPublisher, Publisher, RemotePublisher, SlotReader
-from weightsync.errors import BadPart, DtypeMismatch, PublishError, StoreClosed
+from weightsync.errors import PublishError
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
 NO_PAIRS = [
@@ -91,10 +92,10 @@ def test_no_other_dtype_is_taken_without_a_word(publisher: Publisher) -> None:
     """Nor is one converted whose numbers mean nothing without scales beside them."""
     served = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(4, dtype=torch.float8_e4m3fn)}
     publisher.publish(served, activate=False)
-    with pytest.raises(DtypeMismatch, match="cast=True"):
+    with refused("dtype_mismatch", match="cast=True"):
         publisher.publish(served | {"a": torch.ones(3)}, activate=False)
     for other in (served | {"b": torch.ones(4)}, served | {"a": torch.ones(3, dtype=torch.int32)}):
-        with pytest.raises(DtypeMismatch):
+        with refused("dtype_mismatch"):
             publisher.publish(other, activate=False, cast=True)
     assert len(publisher.versions()) == 1
 
@@ -139,13 +140,13 @@ def test_a_configuration_of_pefts_own_class_is_taken_too() -> None:
     ],
 )
 def test_a_model_without_the_adapter_is_refused(model: Any, name: str, said: str) -> None:
-    with pytest.raises(BadPart, match=said):
+    with refused("bad_part", match=said):
         Adapter.from_peft(model or peft_model(), name)
 
 
 @pytest.mark.parametrize("config", [["r"], {"r": object()}, None])
 def test_a_configuration_that_is_none_is_refused(config: Any) -> None:
-    with pytest.raises(BadPart, match=r"cannot be written as JSON .*: pass what adapter_config.json holds"):
+    with refused("bad_part", match=r"cannot be written as JSON .*: pass what adapter_config.json holds"):
         _ = Adapter({}, config).metadata
 
 
@@ -164,7 +165,7 @@ def test_a_closed_publisher_says_so(publisher: Publisher) -> None:
         lambda: publisher.activate(1),
         draft.commit,
     ):
-        with pytest.raises(StoreClosed, match="this publisher was closed: make another"):
+        with refused("store_closed", match="this publisher was closed: make another"):
             ask()
 
 
@@ -175,9 +176,9 @@ def test_closing_a_remote_publisher_ends_its_publication_and_all_later_ones() ->
             publishing = pool.submit(remote.publish, tensors, activate=False)
             connection, _ = listener.accept()
             assert connection.recv(1)
-        with connection, pytest.raises(StoreClosed):
+        with connection, refused("store_closed"):
             publishing.result(60.0)
     remote.close()
     for ask in (lambda: remote.publish(tensors), lambda: remote.take_away(["draft"])):
-        with pytest.raises(StoreClosed, match="this publisher was closed: make another"):
+        with refused("store_closed", match="this publisher was closed: make another"):
             ask()

@@ -18,27 +18,11 @@ from torch import distributed as dist
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from tests.waiting import wait_until
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import ActiveRecord, Keys, TargetRecord, VersionRecord
-from weightsync.errors import (
-    DraftClosed,
-    DraftLost,
-    DtypeMismatch,
-    ManifestError,
-    MissingTensor,
-    PublishError,
-    RecordError,
-    RecordRefused,
-    ShapeMismatch,
-    StalePublisher,
-    StoreUnavailable,
-    SwapAborted,
-    SwapTimeout,
-    UnexpectedTensor,
-    UnknownVersion,
-    UnsupportedDtype,
-)
+from weightsync.errors import ManifestError, PublishError, StalePublisher, StoreUnavailable
 from weightsync.format.dtypes import ITEMSIZE
 from weightsync.memory.arena import SlotLock
 from weightsync.publish.draft import Draft
@@ -68,7 +52,7 @@ def test_what_is_published_is_what_is_read(publisher: Publisher) -> None:
     "wrong", [{"step": "8"}, {"step": 8.0}, {"source": None}, {"mode": "Together"}, {"timeout_s": "9"}]
 )
 def test_an_argument_of_the_wrong_type_publishes_nothing(publisher: Publisher, wrong: dict[str, Any]) -> None:
-    with pytest.raises(RecordError, match="Nothing was written"):
+    with refused("record_refused", match="Nothing was written"):
         publisher.publish(model(), **wrong)
     assert not ready(publisher)
     assert publisher.publish(model(), step=8, activate=False)
@@ -89,7 +73,7 @@ def test_a_refused_time_is_called_by_the_name_that_the_caller_gave_it(publisher:
         "commit": lambda: written(publisher).commit(activate=True, timeout_s=value),
     }
     for way in ways.values():
-        with pytest.raises(RecordRefused, match="'timeout_s' cannot be"):
+        with refused("record_refused", match="'timeout_s' cannot be"):
             way()
 
 
@@ -111,7 +95,7 @@ def test_a_second_name_of_the_same_matrix_is_left_out(publisher: Publisher, kind
     other = tensors["model.embed_tokens.weight"] + 1
     by_chance = tensors["model.norm.weight"]
     for extra in ({"lm_head.weight": other}, {"model.norm.bias": by_chance}):
-        with pytest.raises(UnexpectedTensor):
+        with refused("unexpected_tensor"):
             publisher.publish(tensors | extra, activate=False)
 
 
@@ -139,18 +123,18 @@ def test_versions_only_grow_and_slots_are_reused(publisher: Publisher) -> None:
 def test_the_schema_is_set_by_the_first_version(publisher: Publisher, store_url: str) -> None:
     publisher.publish(model(), activate=False)
     wrong = {
-        "missing": (MissingTensor, {k: v for k, v in model().items() if k != "model.norm.weight"}),
-        "extra": (UnexpectedTensor, model() | {"lm_head.bias": np.zeros(1)}),
-        "shape": (ShapeMismatch, model() | {"model.norm.weight": np.zeros(9, np.float32)}),
-        "dtype": (DtypeMismatch, model() | {"model.norm.weight": np.zeros(8, np.float16)}),
+        "missing": ("missing_tensor", {k: v for k, v in model().items() if k != "model.norm.weight"}),
+        "extra": ("unexpected_tensor", model() | {"lm_head.bias": np.zeros(1)}),
+        "shape": ("shape_mismatch", model() | {"model.norm.weight": np.zeros(9, np.float32)}),
+        "dtype": ("dtype_mismatch", model() | {"model.norm.weight": np.zeros(8, np.float16)}),
     }
-    for kind, (error, tensors) in wrong.items():
+    for kind, (code, tensors) in wrong.items():
         for given in (list(tensors.items()), iter(tensors.items())):  # known before the claim, and while streaming
-            with pytest.raises(error) as refused:
+            with refused(code) as caught:
                 publisher.publish(given, activate=False)
-            assert refused.value.tensor == ("lm_head.bias" if kind == "extra" else "model.norm.weight")
+            assert caught.value.tensor == ("lm_head.bias" if kind == "extra" else "model.norm.weight")
     assert [v.version for v in publisher.versions()] == [1]
-    with Publisher(store_url, model="demo", lineage="another") as other, pytest.raises(ShapeMismatch):
+    with Publisher(store_url, model="demo", lineage="another") as other, refused("shape_mismatch"):
         other.publish(wrong["shape"][1], activate=False)
     assert publisher.publish(model(), activate=False) > 1
 
@@ -171,9 +155,9 @@ def test_a_generator_is_consumed_one_tensor_at_a_time(publisher: Publisher) -> N
 
 @pytest.mark.parametrize("tensor", [np.zeros(3, np.complex64), np.zeros(3, ">f4"), np.array(["x"]), [1.0], None])
 def test_what_cannot_be_carried_is_refused_by_name(publisher: Publisher, tensor: object) -> None:
-    with pytest.raises(UnsupportedDtype) as refused:
+    with refused("unsupported_dtype") as caught:
         publisher.publish([("x", tensor)], activate=False)
-    assert refused.value.tensor == "x"
+    assert caught.value.tensor == "x"
     assert publisher.versions() == []
 
 
@@ -221,7 +205,7 @@ def test_a_publisher_that_only_looks_fences_nobody_off(store_url: str) -> None:
         draft = _written(trainer)
         assert [v.state for v in notebook.versions()] == ["publishing"]
         assert (notebook.active(), notebook.schema(), notebook.copies()) == (None, None, {})
-        with pytest.raises(SwapAborted, match="no previous version"):
+        with refused("swap_aborted", match="no previous version"):
             notebook.rollback()
         assert draft.commit() == 1
         notebook.publish(model(1.0), activate=False)
@@ -252,9 +236,9 @@ def test_an_aborted_draft_leaves_nothing(publisher: Publisher) -> None:
         draft.write("model.norm.weight", np.zeros(8, np.float32))
         assert [v.state for v in publisher.versions()] == ["publishing"]
     assert publisher.versions() == []
-    with pytest.raises(DraftClosed):
+    with refused("draft_closed"):
         draft.write("model.norm.weight", np.zeros(8, np.float32))
-    with pytest.raises(DraftClosed):
+    with refused("draft_closed"):
         draft.commit()
     assert publisher.publish(model(), activate=False) == draft.version + 1
     assert len(publisher.arena.slots("demo")) == 1
@@ -298,7 +282,7 @@ def test_a_draft_with_shares_on_other_hosts_ends_with_its_lease(store_url: str) 
         published = replace(draft._finish([]), shares=("b",))
         draft._published = published
         end_lease(publisher)
-        with pytest.raises(DraftLost, match="publish it again"):
+        with refused("draft_lost", match="publish it again"):
             draft.commit()
         assert publisher.versions() == []
         assert publisher.publish(model(), activate=False) == draft.version + 1
@@ -362,16 +346,16 @@ def test_a_slot_is_never_taken_for_its_former_version(publisher: Publisher) -> N
 
 def test_without_a_coordinator_waiting_ends_with_advice(publisher: Publisher) -> None:
     """There is no gateway, or the name is one that no instance serves: the error says which names some do."""
-    with pytest.raises(SwapTimeout, match="is a gateway"):
+    with refused("swap_timeout", match="is a gateway"):
         publisher.publish(model(), timeout_s=0.1)
     assert [v.state for v in publisher.versions()] == ["ready"]
     for name in ("org/other", "third"):
         publisher._store.put(Keys(name).instance("a"), b"{}")
     for wait in (lambda: publisher.publish(model(), timeout_s=0.1), lambda: publisher.wait_active(1, 0.1)):
-        with pytest.raises(SwapTimeout, match=r"no instance serves 'demo'.*: org/other, third$"):
+        with refused("swap_timeout", match=r"no instance serves 'demo'.*: org/other, third$"):
             wait()
     publisher._store.put(Keys("demo").instance("a"), b"{}")
-    with pytest.raises(SwapTimeout, match="is a gateway"):
+    with refused("swap_timeout", match="is a gateway"):
         publisher.activate(1, timeout_s=0.1)
 
 
@@ -387,10 +371,10 @@ def test_the_wish_to_activate_is_written_with_the_version(publisher: Publisher) 
 
 
 def test_only_ready_versions_can_be_activated(publisher: Publisher) -> None:
-    with pytest.raises(UnknownVersion, match="version 99 does not exist"):
+    with refused("unknown_version", match="version 99 does not exist"):
         publisher.activate(99)
     draft = publisher.begin(SCHEMA)
-    with pytest.raises(UnknownVersion, match="is publishing"):
+    with refused("unknown_version", match="is publishing"):
         publisher.activate(draft.version)
 
 
@@ -411,7 +395,7 @@ def test_a_failed_publish_can_be_repeated_when_the_store_is_back(store_url: str,
     with Publisher(store_url, model="demo") as publisher:
         publisher.publish(model(1.0), activate=False)
         (tmp_path / "store.db").rename(tmp_path / "away.db")
-        with pytest.raises(StoreUnavailable):
+        with refused("store_unavailable"):
             publisher.publish(model(2.0), activate=False)
         (tmp_path / "away.db").rename(tmp_path / "store.db")
         publisher.publish(model(3.0), activate=False)
@@ -430,7 +414,7 @@ def test_a_claim_whose_answer_was_lost_keeps_no_slot(publisher: Publisher, monke
     for _ in range(3):
         with monkeypatch.context() as patch:
             patch.setattr(store, "txn", lost)
-            with pytest.raises(StoreUnavailable):
+            with refused("store_unavailable"):
                 publisher.begin(SCHEMA)
     assert publisher.versions() == []
     publisher.publish(model(), activate=False)
@@ -441,7 +425,7 @@ def test_a_slot_of_a_commit_that_failed_is_free_again(store_url: str, tmp_path: 
     with Publisher(store_url, model="demo", lease_ttl_s=1.0) as publisher:
         draft = _written(publisher)
         (tmp_path / "store.db").rename(tmp_path / "away.db")
-        with pytest.raises(StoreUnavailable):
+        with refused("store_unavailable"):
             draft.commit()
         (tmp_path / "away.db").rename(tmp_path / "store.db")
         wait_until(lambda: not publisher.versions(), what="the lease's end")
@@ -530,7 +514,7 @@ def offloaded() -> torch.Tensor:
     ids=["meta", "sparse", "complex", "offloaded"],
 )
 def test_tensors_without_plain_bytes_are_refused(publisher: Publisher, tensor: torch.Tensor) -> None:
-    with pytest.raises(UnsupportedDtype, match="'w'"):
+    with refused("unsupported_dtype", match="'w'"):
         publisher.publish({"w": tensor}, activate=False)
 
 
@@ -540,7 +524,7 @@ def test_a_sharded_tensor_is_refused_with_advice(publisher: Publisher) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sharded = distribute_tensor(torch.zeros(4, 4), DeviceMesh("cpu", [0]), [Shard(0)])
-        with pytest.raises(UnsupportedDtype, match="full_tensor"):
+        with refused("unsupported_dtype", match="full_tensor"):
             publisher.publish({"w": sharded}, activate=False)
         publisher.publish({"w": sharded.full_tensor()}, activate=False)
     finally:
@@ -550,7 +534,7 @@ def test_a_sharded_tensor_is_refused_with_advice(publisher: Publisher) -> None:
 
 def test_dtypes_of_torch_in_a_schema(publisher: Publisher) -> None:
     with publisher.begin([("w", torch.bfloat16, torch.Size([2, 3]))]) as draft:
-        with pytest.raises(DtypeMismatch, match="float32, the served model has bfloat16"):
+        with refused("dtype_mismatch", match="float32, the served model has bfloat16"):
             draft.write("w", torch.zeros(2, 3))
         draft.write("w", torch.zeros(2, 3, dtype=torch.bfloat16))
         assert draft.commit() == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weightsync.errors import QuantizationError
+from tests.weightsync.codes import refused
 from weightsync.format.manifest import Schema
 from weightsync.publish import quantize
 from weightsync.publish.checkpoint import Checkpoint
@@ -68,9 +68,9 @@ def test_w4a16_is_within_half_a_step_of_each_group() -> None:
 
 
 def test_groups_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(QuantizationError, match=rf"{NAME}: its 96 columns do not divide into groups of 64"):
+    with refused("quantization_error", match=rf"{NAME}: its 96 columns do not divide into groups of 64"):
         quantized(Quantizer("w4a16", group_size=64), torch.randn(8, 96))
-    with pytest.raises(QuantizationError, match=NAME):
+    with refused("quantization_error", match=NAME):
         Quantizer("w4a16", group_size=64).schema(as_schema([(NAME, "bfloat16", (8, 96))]))
 
 
@@ -166,7 +166,7 @@ def test_what_is_not_quantised_or_otherwise_says_so() -> None:
         (Schema(per_tensor), "each square block"),
         (schema_of(mixed), "int8 per channel and w4a16 in groups of 32"),
     ):
-        with pytest.raises(QuantizationError, match=problem):
+        with refused("quantization_error", match=problem):
             Quantizer.like(schema)
 
 

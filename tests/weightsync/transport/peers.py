@@ -17,6 +17,7 @@ import psutil
 
 from tests.lacking import lacking
 from tests.waiting import wait_until
+from weightsync.errors import WeightSyncError
 from weightsync.tls import ClusterTls
 from weightsync.transport import Piece, Region, Transport, available, open_transport
 
@@ -134,10 +135,12 @@ class Reads:
         """Returns in the middle of one: they follow each other without a pause."""
         wait_until(lambda: self.count > 0 or self._done.done(), READ_TIMEOUT_S)
 
-    def error(self) -> BaseException | None:
+    def error(self) -> WeightSyncError:
         """What it raised."""
         try:
-            return self._done.exception(READ_TIMEOUT_S)
+            error = self._done.exception(READ_TIMEOUT_S)
+            assert isinstance(error, WeightSyncError)
+            return error
         finally:
             self._pool.shutdown()
 

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from tests.cluster_tls import Authority
+from tests.weightsync.codes import refused
 from tests.weightsync.transport.peers import LISTEN, MIB, READ_TIMEOUT_S, Peer, buffer, content, read_all, whole
-from weightsync.errors import PeerUnreachable, TransferFailed, TransportUnavailable
+from weightsync.errors import PeerUnreachable, TransportUnavailable
 from weightsync.tls import ClusterTls
 from weightsync.transport import Piece, Transport, open_transport, tcp
 from weightsync.transport.addresses import Address
@@ -67,7 +68,7 @@ def test_a_member_of_the_cluster_reads_over_tls(authority: Authority, tmp_path: 
         into = transport.register(target, writable=True)
         link, remote = transport.connect(peer.endpoint), peer.region
         peer.kill()
-        with pytest.raises(TransferFailed):
+        with refused("transfer_failed"):
             link.read(into, remote, [whole(peer)], READ_TIMEOUT_S)
 
 
@@ -103,7 +104,7 @@ def test_a_region_that_its_owner_has_closed_is_refused() -> None:
         into, link = reader.register(buffer(MIB), writable=True), reader.connect(owner.endpoint)
         link.read(into, served.descriptor, [Piece(0, 0, MIB)], READ_TIMEOUT_S)
         served.close()
-        with pytest.raises(TransferFailed, match="refuses"):
+        with refused("transfer_failed", match="refuses"):
             link.read(into, served.descriptor, [Piece(0, 0, 1)], READ_TIMEOUT_S)
         link.read(into, kept.descriptor, [Piece(0, 0, MIB)], READ_TIMEOUT_S)  # what is read into is served as well
 
@@ -139,7 +140,7 @@ def test_a_read_that_gets_no_thread_fails_when_the_others_have_ended(monkeypatch
             start(thread)
 
         monkeypatch.setattr(threading.Thread, "start", second_fails)
-        with pytest.raises(TransferFailed, match="new thread"):
+        with refused("transfer_failed", match="new thread"):
             link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
         assert not started[0].is_alive()
         monkeypatch.undo()
@@ -158,7 +159,7 @@ def test_a_part_that_breaks_in_any_way_does_not_pass_for_read(monkeypatch: pytes
             exchange(connection, view, key, part, until)
 
         monkeypatch.setattr(tcp, "_exchange", broken)
-        with pytest.raises(TransferFailed, match="no room"):
+        with refused("transfer_failed", match="no room"):
             link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
 
 

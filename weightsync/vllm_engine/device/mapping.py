@@ -20,15 +20,9 @@ LARGEST_HANDLE = 16 << 30  # 16 GiB in one are mapped in 0.8 ms on an H200, in h
 Mapped = tuple[int, int]  # address and size of a handle
 
 
-class RemapUnavailable(UnsupportedModelError):
+def remap_unavailable(why: str) -> UnsupportedModelError:
     """This machine or this model cannot be flipped by remapping; the message says what to do."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"{FLIP_ENV}=remap: {why}, or set {FLIP_ENV}=copy")
-
-
-class DriverError(RuntimeError):
-    """The CUDA driver refused a call."""
+    return UnsupportedModelError(f"{FLIP_ENV}=remap: {why}, or set {FLIP_ENV}=copy")
 
 
 class Driver(Protocol):
@@ -69,11 +63,11 @@ class CudaDriver:
     """cuda.bindings, on one device, in torch's context."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises RemapUnavailable."""
+        """Raises UnsupportedModelError."""
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError:
-            raise RemapUnavailable(
+            raise remap_unavailable(
                 "cuda.bindings is missing; install cuda-bindings of the release of CUDA that torch has"
             ) from None
         self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
@@ -81,7 +75,7 @@ class CudaDriver:
         driver, location = self._driver, self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         if not self._call("cuDeviceGetAttribute", attribute, self._device.index):
-            raise RemapUnavailable("this device does not map memory; take another one")
+            raise remap_unavailable("this device does not map memory; take another one")
         self._kind = driver.CUmemAllocationProp()
         self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._kind.location.type, self._kind.location.id = location, self._device.index
@@ -132,13 +126,14 @@ class CudaDriver:
         torch.cuda.synchronize(self._device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver. Returns the value behind its status, or None. Raises DriverError, torch.OutOfMemoryError."""
+        """Call the driver. Returns the value behind its status, or None. Raises RuntimeError,
+        torch.OutOfMemoryError."""
         self._enter()
         status, *values = getattr(self._driver, name)(*arguments)
         if status == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(f"{name}: the device has no memory left")
         if int(status):
-            raise DriverError(f"{name}: the driver answers {status}")
+            raise RuntimeError(f"{name}: the driver answers {status}")
         return values[0] if values else None
 
     def _enter(self) -> None:
@@ -172,7 +167,7 @@ class Range:
     def show(self, memory: Memory, instead: Memory) -> None:
         """Map `memory` in the place of what is there; `instead` if that fails. The device must be idle.
 
-        Raises DriverError.
+        Raises RuntimeError.
         """
         try:
             self._unmap()

@@ -33,10 +33,6 @@ HEADER = 4096
 NOTES = 256 << 10  # compressed: about 20 bytes a tensor
 
 
-class LayoutPoolError(ArenaError):
-    """No layout slot could be had; the message says why and what to free."""
-
-
 @dataclass
 class Notes:
     """Facts about a version besides its bytes: the sums of its parts, and scalars that vLLM's processing made, by path.
@@ -74,13 +70,13 @@ class LayoutSlot:
     def seal(self, key: str, notes: Notes) -> None:
         """Mark the slot as holding `key`, described by `notes`, and let other instances map it.
 
-        Sums that have no room are left out. Raises LayoutPoolError where the scalars have none.
+        Sums that have no room are left out. Raises ArenaError where the scalars have none.
         """
         written = _pack(notes)
         if len(written) > NOTES:
             written = _pack(replace(notes, sums={}))
         if len(written) > NOTES:
-            raise LayoutPoolError(f"the {len(notes.scalars)} scalars of {key} do not fit into the notes of a slot")
+            raise _refused(f"the {len(notes.scalars)} scalars of {key} do not fit into the notes of a slot")
         begin = HEADER + len(self.data)
         self._mapping[begin : begin + len(written)] = written
         _write_header(self._mapping, {"key": key, "complete": True, "notes": len(written)})
@@ -92,6 +88,10 @@ class LayoutSlot:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _refused(message: str) -> ArenaError:
+    return ArenaError(message, code="layout_pool_error")
 
 
 class LayoutPool:
@@ -114,7 +114,7 @@ class LayoutPool:
             while len(self._files()) < count:
                 try:
                     self._create()
-                except LayoutPoolError:
+                except ArenaError:
                     break
             paths = self._files()
         for path in paths:
@@ -123,7 +123,7 @@ class LayoutPool:
     def acquire(self, key: str, timeout_s: float = 120.0) -> LayoutSlot:
         """The slot that holds `key`, shared, or a free one, exclusive, to build it in.
 
-        Waits while another instance builds the same key. Raises LayoutPoolError when shared memory is full.
+        Waits while another instance builds the same key. Raises ArenaError when shared memory is full.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -132,7 +132,7 @@ class LayoutPool:
             if slot is not None:
                 return slot
             if time.monotonic() > deadline:
-                raise LayoutPoolError(f"another instance has been building {key} for {timeout_s:.0f} s; check it")
+                raise _refused(f"another instance has been building {key} for {timeout_s:.0f} s; check it")
             time.sleep(0.005)
 
     def _find(self, key: str) -> LayoutSlot | None:
@@ -186,7 +186,7 @@ class LayoutPool:
             new.rename(path)  # a slot is there as a whole
         except OSError as error:
             new.unlink()
-            raise LayoutPoolError(
+            raise _refused(
                 f"no room for {self._nbytes / 1e9:.2f} GB in {self._directory} ({error.strerror}): enlarge the shared "
                 "memory mount or retire old versions"
             ) from error

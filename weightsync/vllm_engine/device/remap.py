@@ -50,8 +50,8 @@ from weightsync.vllm_engine.device.mapping import (
     Driver,
     Memory,
     Range,
-    RemapUnavailable,
     handle_sizes,
+    remap_unavailable,
 )
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.device.room import COPIES_ENV, MOST_COPIES, UTILIZATION, Room
@@ -75,12 +75,12 @@ def flips_by_remapping(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def sets_that_fit(nbytes: int, room: Room, wanted: int | None = None, *, scratch: int = 0) -> int:
-    """How many versions of `nbytes` lie on the device, with the live one. Raises RemapUnavailable."""
+    """How many versions of `nbytes` lie on the device, with the live one. Raises UnsupportedModelError."""
     if wanted is not None and wanted < FEWEST_SETS:
-        raise RemapUnavailable(f"{COPIES_ENV}={wanted} leaves no memory to flip to; say 2 or 3")
+        raise remap_unavailable(f"{COPIES_ENV}={wanted} leaves no memory to flip to; say 2 or 3")
     sets = wanted or min(1 + room.copies(nbytes, scratch), MOST_COPIES)
     if sets < FEWEST_SETS:
-        raise RemapUnavailable("the weights take too much of the device for a second version; use more ranks")
+        raise remap_unavailable("the weights take too much of the device for a second version; use more ranks")
     return sets
 
 
@@ -365,7 +365,7 @@ class Remap(Cuda):
         driver: Driver | None = None,
         largest_handle: int = LARGEST_HANDLE,
     ) -> None:
-        """`copies`: versions on the device, with the live one. Raises RemapUnavailable, ValueError."""
+        """`copies`: versions on the device, with the live one. Raises UnsupportedModelError, ValueError."""
         super().__init__(device, copies, share=share, kv_cache=kv_cache)
         self._driver = driver if driver is not None else CudaDriver(device)
         self._largest_handle = largest_handle
@@ -374,7 +374,7 @@ class Remap(Cuda):
         self._mapped: RemapPool | None = None
 
     def reserve(self, model: torch.nn.Module) -> None:
-        """Move the weights of `model` into the range, too. Raises RemapUnavailable."""
+        """Move the weights of `model` into the range, too. Raises UnsupportedModelError."""
         homes = homes_of(model)
         nbytes = max((home.span[1] for home in homes), default=0)
         sizes = handle_sizes(max(nbytes, 1), self._driver.granularity, self._largest_handle)
@@ -383,7 +383,7 @@ class Remap(Cuda):
         try:
             pool = RemapPool(self.device, self._driver, sizes, sets)
         except torch.OutOfMemoryError:
-            raise RemapUnavailable(f"{nbytes >> 20} MB of device memory are missing to move the weights to") from None
+            raise remap_unavailable(f"{nbytes >> 20} MB of device memory are missing to move the weights to") from None
         moved, stay = move_in(homes, pool.live.data)
         self._driver.wait()
         self._moved = [home.span for home in moved]
@@ -395,23 +395,23 @@ class Remap(Cuda):
             pool.measure_host()
         pool.reserve(sum(sizes))
         if len(pool._slabs) < FEWEST_SETS:
-            raise RemapUnavailable("the device has no memory for a second version; take smaller weights or more ranks")
+            raise remap_unavailable("the device has no memory for a second version; take smaller weights or more ranks")
         pool.measure()
         self._pool = self._mapped = pool
         self._tell(nbytes)
 
     def arranged(self, layout: Layout, running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
-        """`layout` as the live range is. Raises RemapUnavailable, by the name of a tensor that cannot flip so."""
+        """`layout` as the live range is. Raises UnsupportedModelError, by the name of a tensor that cannot flip so."""
         assert self._mapped is not None, "nothing was reserved"
         entries, views, owners = [], {}, dict[Span, str]()
         taken, around, echoes = list[Span](), list[Span](), list[tuple[Span, Span]]()
         for entry in layout.entries:
             alike = [t for t in running.get(entry.source, ()) if t.is_contiguous() and t.dtype is _dtype(entry.dtype)]
             if entry.packed or not alike or len(alike) < len(running[entry.source]):
-                raise RemapUnavailable(f"{entry.source!r} is not served as it is published; restart on this version")
+                raise remap_unavailable(f"{entry.source!r} is not served as it is published; restart on this version")
             first, *others = (self._span(entry.source, tensor) for tensor in alike)
             if (owner := owners.setdefault(first, entry.source)) != entry.source:
-                raise RemapUnavailable(f"{owner!r} and {entry.source!r} are one tensor here; publish one of them")
+                raise remap_unavailable(f"{owner!r} and {entry.source!r} are one tensor here; publish one of them")
             entries.append(replace(entry, offset=first[0]))
             echoes += [(first, other) for other in others if other != first]
             taken += [first, *others]
@@ -431,7 +431,7 @@ class Remap(Cuda):
         if storage == self._mapped.live.data.untyped_storage()._cdata:
             return begin, end
         if (home := self._stay.get(storage)) is None:
-            raise RemapUnavailable(f"no layer held {name!r} when the model was loaded; take another kernel")
+            raise remap_unavailable(f"no layer held {name!r} when the model was loaded; take another kernel")
         return home.begin + begin, home.begin + end
 
 

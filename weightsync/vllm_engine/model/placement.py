@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.errors import MissingTensor
+from weightsync.errors import missing_tensor
 
 if TYPE_CHECKING:
     from weightsync.vllm_engine.model.processing import Processing
@@ -291,7 +291,7 @@ def learn(
 ) -> Placement:
     """Watch the twin's loader take `tensors`, one group after the other.
 
-    Raises MissingTensor, and UnsupportedModelError for loaders that do what cannot be staged beside a running model.
+    Raises TensorError, and UnsupportedModelError for loaders that do what cannot be staged beside a running model.
     """
     own = {s.name: s.parameter for s in pairs if s.name == s.source}
     watch = Watch(own, tensors, {s.name for s in pairs if s.role == "processed"})
@@ -301,7 +301,7 @@ def learn(
             watch.filled |= load_group(twin, watch.feed(names))
         watch.note_replaced({s.name: s.parameter for s in pairs if s.name == s.source})
     if missing := sorted({s.source for s in pairs if s.required} - watch.filled - watch.touched()):
-        raise MissingTensor(missing[0])
+        raise missing_tensor(missing[0])
     return watch.placement(shared)
 
 
@@ -435,7 +435,7 @@ class Watch(TorchDispatchMode):
         if sum(b.area for b in [*boxes, *bare]) == parameter.numel():
             return
         if name not in self._processed or not self._evenly_padded(parameter, boxes):
-            raise MissingTensor(name)
+            raise missing_tensor(name)
         self._opaque.add(name)
 
     def _evenly_padded(self, parameter: torch.Tensor, boxes: list[Box]) -> bool:

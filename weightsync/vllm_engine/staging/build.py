@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
-from weightsync.errors import NotFinite
+from weightsync.errors import not_finite
 from weightsync.format.fingerprint import (
     MASK,
     Tile,
@@ -163,7 +163,7 @@ class Builder:
     def prepare(self, reader: SlotReader, pace: Pace) -> Layout:
         """Learn where the tensors of this published slot go, unless the last one had the same names, shapes, dtypes.
 
-        Raises MissingTensor, UnsupportedModelError, NotFinite.
+        Raises TensorError, UnsupportedModelError.
         """
         published = self._published(reader, pace)
         digest = published.schema.digest
@@ -190,7 +190,7 @@ class Builder:
     def reads(self, schema: Schema) -> Reads:
         """This worker's reads of versions with this schema, learnt as for a staging, over memory that nobody fills.
 
-        Raises MissingTensor, UnsupportedModelError.
+        Raises TensorError, UnsupportedModelError.
         """
         placement = self._learn(schema, blank_tensors(schema))
         rows = {name: max(1, spec.nbytes // max(1, matrix(spec.shape)[0])) for name, spec in schema.tensors.items()}
@@ -234,9 +234,8 @@ class Builder:
         """Fill `data`, the layout slot's bytes (None: they are there already), and make the private kernels.
 
         Tensors that nothing here is filled from are summed, too; of a part of a slot only those in `also`. Raises
-        DigestMismatch when published bytes changed, NotFinite when they have a NaN or an infinity, or overflow in the
-        type they are served in, ChecksumMismatch when what was built is not what was published, MissingTensor,
-        UnsupportedModelError.
+        TensorError when one is missing, when published bytes changed, have a NaN or an infinity, or overflow in the
+        type they are served in, or when what was built is not what was published; UnsupportedModelError.
         """
         self.prepare(reader, pace)
         with self._published(reader, pace, self._threads) as published:
@@ -380,7 +379,7 @@ class Builder:
         for source in sorted(opaque):
             raw = self._own[source].parameter.data
             if raw.is_floating_point() and not (published.allow_non_finite or all_finite(raw)):
-                raise NotFinite(source, str(raw.dtype).removeprefix("torch."))
+                raise not_finite(source, str(raw.dtype).removeprefix("torch."))
             for entry in self.layout.entries if data is not None else ():
                 if entry.source == source:
                     assert data is not None

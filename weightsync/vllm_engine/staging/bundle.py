@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weightsync.control.hosts import HOST_ENV, this_host
-from weightsync.errors import CopyUnavailable, ManifestError, SlotBusy
+from weightsync.errors import ManifestError, SlotBusy, copy_unavailable
 from weightsync.memory.receiver import SlotReader
 
 BASE = ""
@@ -177,23 +177,23 @@ def only_in(dropped: Bundle | None, kept: Iterable[Bundle | None]) -> list[Flipp
 
 
 def on_this_host(order: PartOrder) -> PartOrder:
-    """`order` with the path of its slot here; itself on the one host. Raises CopyUnavailable, HostNameError."""
+    """`order` with the path of its slot here; itself on the one host. Raises PeerError."""
     if not order.places:
         return order
     host = this_host()
     place = order.places.get(host)
     if place is None:
         known = ", ".join(sorted(order.places))
-        raise CopyUnavailable(order.version, host, f"its leader knows {known} alone: set {HOST_ENV} before the start")
+        raise copy_unavailable(order.version, host, f"its leader knows {known} alone: set {HOST_ENV} before the start")
     return replace(order, slot=str(_found(Path(place), order, host)))
 
 
 def _found(place: Path, order: PartOrder, host: str) -> Path:
-    """`place`, or the slot beside it that holds what was asked for. Raises CopyUnavailable."""
+    """`place`, or the slot beside it that holds what was asked for. Raises PeerError."""
     for path in [place, *sorted(place.parent.glob("slot-*"))]:
         if _holds(path, order.manifest_digest):
             return path
-    raise CopyUnavailable(
+    raise copy_unavailable(
         order.version,
         host,
         f"no slot in {place.parent} has the manifest {order.manifest_digest} any more; see the log of `hotswap peer` "

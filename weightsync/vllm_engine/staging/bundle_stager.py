@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weightsync.control.parts import BASE, DRAFT, LORA
-from weightsync.errors import PartNotServed
+from weightsync.errors import EngineError, part_not_served
 from weightsync.format.manifest import Schema
 from weightsync.vllm_engine.model.placement import Served
 from weightsync.vllm_engine.staging.bundle import Bundle, PartOrder, Piece, on_this_host
@@ -60,15 +60,15 @@ def prediction_head(runner: Any) -> Served | None:
 
 
 def draft_stager(runner: Any, device: torch.device, rules: Rules = DEFAULT) -> Stager:
-    """A stager over the draft of vLLM's model runner. Raises PartNotServed where it has none of its own."""
+    """A stager over the draft of vLLM's model runner. Raises EngineError where it has none of its own."""
     found = drafter(runner)
     if found is None:
-        raise PartNotServed(
+        raise part_not_served(
             DRAFT, 'start the instance with --speculative-config \'{"method": "draft_model" or "eagle", ...}\''
         )
     method, draft = found
     if method == "mtp":
-        raise PartNotServed(DRAFT, "an MTP head comes with each version of its target: publish the target with it")
+        raise part_not_served(DRAFT, "an MTP head comes with each version of its target: publish the target with it")
     share = draft.vllm_config.cache_config.gpu_memory_utilization
     place = staging_device(device, share, captured=True)  # the KV cache has its part when the draft is looked for
     place.reserve(draft.model)
@@ -118,10 +118,11 @@ class BundleStager:
     def __init__(self, base: Stager, runner: Any, device: torch.device, rules: Rules = DEFAULT) -> None:
         self._stagers = {BASE: base}
         self._runner, self._device, self._rules = runner, device, rules
-        self._missing: dict[str, PartNotServed] = {}
+        self._missing: dict[str, EngineError] = {}
         self._host: LoraHost | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._at = ""  # the part whose stager is at work
         self.report = BundleReport(version=0)
         self.bundle: Bundle | None = None
         self._find_parts()
@@ -130,11 +131,11 @@ class BundleStager:
         """Find the parts that this worker has besides the base. A version with others is refused with the reason."""
         try:
             self._stagers[DRAFT] = draft_stager(self._runner, self._device, self._rules)
-        except PartNotServed as error:
+        except EngineError as error:
             self._missing[DRAFT] = error
         try:
             self._host = LoraHost(self._runner, allow_non_finite=self._rules.allow_non_finite)
-        except PartNotServed as error:
+        except EngineError as error:
             self._missing[LORA] = error
 
     def start(
@@ -153,7 +154,7 @@ class BundleStager:
         self._thread.start()
 
     def stop(self) -> None:
-        """Have the staging that runs end soon, with StagingCancelled; returns at once."""
+        """Have the staging that runs end soon, with SwapError; returns at once."""
         self._stop.set()
 
     def wait(self) -> None:
@@ -183,20 +184,22 @@ class BundleStager:
     ) -> None:
         use_one_core()
         started = time.perf_counter()
-        bundle, fresh = Bundle(version), set[str]()
+        bundle, fresh, self._at = Bundle(version), set[str](), ""
         try:
             garbage.free()
             for order in orders:
                 piece = next((p for b in held if (p := b.find(order)) is not None), None)
                 if piece is None:
                     piece = self._build(on_this_host(order), schema if order.name == BASE else None)
+                    self._at = ""
                     fresh.add(order.name)
                 bundle.pieces[order.name] = piece
                 go_on(self._stop)
         except Exception as error:  # reported to the coordinator: the old version goes on serving
             for name in fresh:
                 bundle.pieces[name].generation.release()
-            failure = error.report if isinstance(error, _PartFailed) else describe(error)
+            failure = describe(error)
+            failure["message"] = f"part {self._at!r}: {failure['message']}" if self._at else failure["message"]
             self.report = BundleReport(version, error=failure)
             return
         self.bundle = bundle
@@ -207,24 +210,20 @@ class BundleStager:
     def _build(self, order: PartOrder, schema: Schema | None) -> Piece:
         kind = LORA if order.name.startswith(LORA) else order.name
         if kind in self._missing:
-            raise PartNotServed(order.name, self._missing[kind].advice)
+            raise part_not_served(order.name, self._missing[kind].advice)
         if kind == LORA:
             return self._build_adapter(order)
         stager = self._stagers[order.name]
         wanted = StageOrder(order.version, order.slot, order.manifest_digest, schema, order.unread)
-        try:
-            generation = stager.stage(wanted, self._stop)
-        except Exception as error:
-            raise _PartFailed(order.name, describe(error)) from error
+        self._at = order.name
+        generation = stager.stage(wanted, self._stop)
         return Piece(generation, stager.report.to_dict())
 
     def _build_adapter(self, order: PartOrder) -> Piece:
         assert self._host is not None
         started = time.perf_counter()
-        try:
-            generation, built = self._host.build(order)
-        except Exception as error:
-            raise _PartFailed(order.name, describe(error)) from error
+        self._at = order.name
+        generation, built = self._host.build(order)
         seconds = time.perf_counter() - started
         report = StageReport(
             order.version,
@@ -234,12 +233,3 @@ class BundleStager:
             staging_gbps=built["nbytes"] / 1e9 / seconds,
         )
         return Piece(generation, report.to_dict() | {"sums": built["sums"]}, generation.withdraw)
-
-
-class _PartFailed(Exception):
-    """A part was refused; `report` says why, and in which part."""
-
-    def __init__(self, part: str, report: dict[str, str | None]) -> None:
-        message = f"part {part!r}: {report['message']}" if part else report["message"]
-        self.report = {**report, "message": message}
-        super().__init__(message)

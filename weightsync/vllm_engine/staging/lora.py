@@ -18,16 +18,21 @@ import orjson
 import torch
 
 from weightsync.control.parts import ADAPTER_CONFIG, LORA, LORA_URL
-from weightsync.errors import NotFinite, PartNotServed, ShapeMismatch, UnexpectedTensor, WeightSyncError
+from weightsync.errors import (
+    EngineError,
+    not_finite,
+    part_not_served,
+    shape_mismatch,
+    unexpected_tensor,
+)
 from weightsync.format.fingerprint import checksum, grid, is_finite
 from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.staging.bundle import PartOrder
 
 
-class AdapterError(WeightSyncError):
-    """An adapter that this server cannot run; nothing changed."""
-
-    code = "adapter_refused"
+def refused(message: str) -> EngineError:
+    """An adapter that this server cannot run."""
+    return EngineError(message, code="adapter_refused")
 
 
 @dataclass
@@ -51,13 +56,13 @@ class LoraGeneration:
 
 
 class LoraHost:
-    """The adapters of one worker. Raises PartNotServed when vLLM was started without LoRA."""
+    """The adapters of one worker. Raises EngineError when vLLM was started without LoRA."""
 
     def __init__(self, runner: Any, *, allow_non_finite: bool = False) -> None:
         self._allow_non_finite = allow_non_finite
         worker_manager = getattr(runner, "lora_manager", None)
         if worker_manager is None:
-            raise PartNotServed(f"{LORA}NAME", "start the instance with --enable-lora")
+            raise part_not_served(f"{LORA}NAME", "start the instance with --enable-lora")
         self._worker_manager = worker_manager
         self._manager = worker_manager._adapter_manager
         self._committed: dict[str, Any] = {}
@@ -67,12 +72,12 @@ class LoraHost:
     def build(self, order: PartOrder) -> tuple[LoraGeneration, dict[str, Any]]:
         """(the adapter of `order`, report fields: `nbytes` read, `sums` of its tensors as they lie in memory).
 
-        Raises AdapterError, ShapeMismatch, UnexpectedTensor, DigestMismatch, NotFinite, ManifestError.
+        Raises EngineError, TensorError, ManifestError.
         """
         reader = SlotReader.open(order.slot, manifest_digest=order.manifest_digest, version=order.version)
         try:
             if not reader.manifest.tensors:
-                raise AdapterError("the adapter has no tensors: publish what PEFT saves")
+                raise refused("the adapter has no tensors: publish what PEFT saves")
             helper = self._helper(reader.manifest.metadata.get(ADAPTER_CONFIG, ""))
             tensors = {name: self._read(reader, name) for name in reader.manifest.tensors}
             sums = {name: _sums(tensor) for name, tensor in tensors.items()}
@@ -89,7 +94,7 @@ class LoraHost:
         entry = reader.manifest.tensors[name]
         with reader.buffer(name) as data:
             if not (self._allow_non_finite or is_finite(data, entry.dtype)):
-                raise NotFinite(name, entry.dtype)
+                raise not_finite(name, entry.dtype)
         return _copy(reader, name)
 
     def _check_finite(self, model: Any) -> None:
@@ -98,7 +103,7 @@ class LoraHost:
             for matrices in (weights.lora_a, weights.lora_b):
                 for matrix in matrices if isinstance(matrices, list) else [matrices]:
                     if matrix is not None and not bool(torch.isfinite(matrix).all()):
-                        raise NotFinite(module, str(matrix.dtype).removeprefix("torch."))
+                        raise not_finite(module, str(matrix.dtype).removeprefix("torch."))
 
     def place(self, name: str, model: Any) -> list[Any]:
         """Make `model` what the adapter runs on from the next batch on; returns what it replaces."""
@@ -128,7 +133,7 @@ class LoraHost:
             return self._load_from_disk(request)
         model = self._committed.get(request.lora_path.removeprefix(LORA_URL))
         if model is None:
-            raise AdapterError(f"adapter {request.lora_name!r} has not been published to this server yet")
+            raise refused(f"adapter {request.lora_name!r} has not been published to this server yet")
         return model
 
     def _helper(self, config: str) -> Any:
@@ -138,7 +143,7 @@ class LoraHost:
             helper = PEFTHelper.from_dict(orjson.loads(config or b"null"))
             helper.validate_legal(self._worker_manager.lora_config)
         except (orjson.JSONDecodeError, ValueError, TypeError, AttributeError) as error:
-            raise AdapterError(
+            raise refused(
                 f"the adapter configuration cannot be used ({error}): publish PEFT's adapter_config.json"
             ) from error
         return helper
@@ -181,10 +186,10 @@ class LoraHost:
                 inner, outer = sizes[module]
             except (ValueError, KeyError) as error:
                 advice = "vLLM runs no adapter on such a layer of this model: train the adapter without it"
-                raise UnexpectedTensor(name, advice=advice) from error
+                raise unexpected_tensor(name, advice=advice) from error
             expected = (rank, inner) if is_a else (outer, rank)
             if tuple(tensor.shape) != expected:
-                raise ShapeMismatch(name, expected, tuple(tensor.shape))
+                raise shape_mismatch(name, expected, tuple(tensor.shape))
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
         """(input, output) size of every layer an adapter may change, under the checkpoint's names; the input of an

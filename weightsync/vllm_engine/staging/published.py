@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from weightsync.errors import DigestMismatch, NotFinite
+from weightsync.errors import digest_mismatch, not_finite
 from weightsync.format.fingerprint import Tile, Words, grid, is_finite, rectangle, word_type
 from weightsync.format.manifest import Schema, digest_of, parts_of
 from weightsync.memory.receiver import SlotReader
@@ -36,8 +36,8 @@ def all_finite(tensor: torch.Tensor) -> bool:
 class Published:
     """`pace` is called with the bytes about to be read. Bytes read before `finish` are trusted only after it.
 
-    Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`. `share`: (index, of how
-    many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.
+    Bytes that are NaN or infinite raise TensorError as they are read, unless `allow_non_finite`. `share`: (index, of
+    how many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.
     Of a part of a slot each worker looks at all that it reads itself, and nobody at the rest.
 
     `threads`: how many look at whole slots, from now on; 0: the one that calls `read` does. They end with the context.
@@ -131,7 +131,7 @@ class Published:
         """Digest the tensor up to the end of `box`, which is about to be used, unless that was done. Of a part of a
         slot only the chunks that have the rows of `box` are.
 
-        Raises NotFinite, DigestMismatch.
+        Raises TensorError.
         """
         entry = self._entries[name]
         end = (
@@ -157,7 +157,7 @@ class Published:
         with self._reader.buffer(name) as view, view[begin:end] as piece:
             self._hashers[name].update(piece)
             if not (self.allow_non_finite or is_finite(piece, dtype)):
-                raise NotFinite(name, dtype)
+                raise not_finite(name, dtype)
 
     def _look(self, name: str) -> None:
         """Digest a tensor, on a thread beside."""
@@ -176,20 +176,20 @@ class Published:
             self._pace(stop - start)
             with self._reader.buffer(name) as view, view[start:stop] as piece:
                 if (found := digest_of(piece)) != digest:
-                    raise DigestMismatch(name, digest, found)
+                    raise digest_mismatch(name, digest, found)
                 if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
-                    raise NotFinite(name, entry.dtype)
+                    raise not_finite(name, entry.dtype)
         self._parts[name] = left
 
     def cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A part of the tensor in the type that it is served in. Raises NotFinite where it overflows there."""
+        """A part of the tensor in the type that it is served in. Raises TensorError where it overflows there."""
         cast = tensor.to(dtype)
         if cast is not tensor and not (self.allow_non_finite or all_finite(cast)):
-            raise NotFinite(name, str(dtype).removeprefix("torch."))
+            raise not_finite(name, str(dtype).removeprefix("torch."))
         return cast
 
     def finish(self) -> None:
-        """Digest what was not read, and compare. Raises DigestMismatch, NotFinite."""
+        """Digest what was not read, and compare. Raises TensorError."""
         for looked in self._looked:
             while not looked.done():
                 self.pause()  # the staging may have been cancelled
@@ -198,7 +198,7 @@ class Published:
         for name, hasher in self._hashers.items():
             self.read(name, self.whole(name))
             if (found := hasher.hexdigest()) != (expected := self._entries[name].digest):
-                raise DigestMismatch(name, expected, found)
+                raise digest_mismatch(name, expected, found)
 
     def _words_per_element(self, name: str) -> int:
         return math.ceil(self.dtype(name).itemsize / 2)

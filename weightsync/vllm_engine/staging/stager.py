@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import StagingCancelled, WeightSyncError
+from weightsync.errors import SwapError, WeightSyncError
 from weightsync.format import fingerprint
 from weightsync.format.fingerprint import TileSums
 from weightsync.format.manifest import Schema, require_same_schema
@@ -35,9 +35,10 @@ from weightsync.vllm_engine.staging.build import Builder, Built, Reads
 
 
 def go_on(stop: threading.Event) -> None:
-    """Raises StagingCancelled when the staging is to end."""
+    """Raises SwapError when the staging is to end."""
     if stop.is_set():
-        raise StagingCancelled()
+        message = "staging was cancelled: its swap has ended, or another one took its place"
+        raise SwapError(message, code="staging_cancelled")
 
 
 # The decode thread need not wait Python's usual 5 ms for a lock that the stager holds.
@@ -170,8 +171,8 @@ class Stager:
         return self._builder.reads(schema)
 
     def stage(self, order: StageOrder, stop: threading.Event) -> Generation:
-        """Build `order`; `report` is about it then. Once `stop` is set it ends soon, with StagingCancelled. Raises
-        any error that refuses the version."""
+        """Build `order`; `report` is about it then. Once `stop` is set it ends soon, with SwapError. Raises any error
+        that refuses the version."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         started = time.perf_counter()
         try:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from weightsync.errors import ChecksumMismatch, PartsMismatch
+from weightsync.errors import TensorError, checksum_mismatch
 from weightsync.format.fingerprint import Tile, TileSums, Words, add, device_rectangle, rectangle
 from weightsync.format.manifest import TensorEntry
 from weightsync.vllm_engine.model.layout import Entry, words_of
@@ -22,14 +22,16 @@ Sum: TypeAlias = "int | torch.Tensor"  # on a device it stays there until the en
 
 
 def compare(sums: TileSums, published: Mapping[str, TensorEntry]) -> None:
-    """Where one worker holds all of a tensor it can tell which one is wrong. Raises ChecksumMismatch."""
+    """Where one worker holds all of a tensor it can tell which one is wrong. Raises TensorError."""
     for name, rows in sums.items():
         try:
             found = add(name, (Tile(*row) for row in rows))
-        except PartsMismatch:  # the rest is on other ranks: `fingerprint.combine` compares them
-            continue
+        except TensorError as error:
+            if error.code == "parts_mismatch":  # the rest is on other ranks: `fingerprint.combine` compares them
+                continue
+            raise
         if found != published[name].checksum:
-            raise ChecksumMismatch(name, published[name].checksum, found)
+            raise checksum_mismatch(name, published[name].checksum, found)
 
 
 def crop(tensor: torch.Tensor, box: Box) -> torch.Tensor:

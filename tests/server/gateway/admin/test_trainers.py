@@ -28,7 +28,7 @@ from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, runnin
 from tests.waiting import eventually
 from weightsync import SlotReader, ensure_arena
 from weightsync.control.records import VersionRecord
-from weightsync.errors import ShapeMismatch, StoreUnavailable
+from weightsync.errors import StoreUnavailable, shape_mismatch
 from weightsync.format.manifest import Schema, TensorSpec
 
 
@@ -129,7 +129,7 @@ async def test_what_is_missing_is_refused_and_nothing_changes(gateway: RunningGa
 
 
 async def test_a_refused_swap_is_an_error_at_finish(gateway: RunningGateway, tmp_path: Path) -> None:
-    toy = Toy(refuse=ShapeMismatch("a", [1], [2]))
+    toy = Toy(refuse=shape_mismatch("a", [1], [2]))
     async with participating(gateway, toy), Client(gateway) as client:
         await client.call("/start_weight_update")
         await client.call("/update_weights", {"update_info": {"checkpoint_path": checkpoint(tmp_path / "one")}})
@@ -290,7 +290,7 @@ async def test_from_disk(gateway: RunningGateway, tmp_path: Path) -> None:
         status, answer = await client.call("/update_weights_from_disk", {"model_path": str(tmp_path / "nowhere")})
         assert (status, answer["success"], answer["error"]["code"]) == (400, False, "checkpoint_error")
         assert "nowhere" in answer["message"]
-        toy.refuse = ShapeMismatch("a", [1], [2])
+        toy.refuse = shape_mismatch("a", [1], [2])
         status, answer = await client.call("/update_weights_from_disk", body)
         assert (status, answer["success"], answer["error"]["code"]) == (409, False, "swap_aborted")
 

@@ -29,12 +29,12 @@ from tests.server.gateway.admin.test_admin import participating
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, gateway_process, running_gateway
 from tests.waiting import wait_until
 from tests.warm import SYNC, warm
+from tests.weightsync.codes import refused
 from tests.weightsync.fleet import Engine
 from tests.weightsync.test_signing import pair
 from weightsync import Adapter, SlotReader, SyncStore, ensure_arena
 from weightsync.control import swap
 from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
-from weightsync.errors import BadPart, RemoteError, VersionRefused
 from weightsync.publish.delta import DeltaWriter
 from weightsync.publish.remote import RemotePublisher
 from weightsync.publish.succession import Succession
@@ -124,10 +124,10 @@ def test_a_version_that_was_sent_is_signed_by_who_made_it(gateway: RunningGatewa
         assert remote.publish(tensors, metadata={"a": "b"}, activate=False) == number
         trust.check(MODEL, versions(gateway)[-1])
     one, two = versions(gateway)
-    with pytest.raises(VersionRefused, match="not those that were signed"):
+    with refused("version_refused", match="not those that were signed"):
         trust.check(MODEL, replace(two, signature=one.signature))
     RemotePublisher(gateway.admin_url, ADMIN_KEY, MODEL).publish(weights(3), activate=False)
-    with pytest.raises(VersionRefused, match="is not signed"):
+    with refused("version_refused", match="is not signed"):
         trust.check(MODEL, versions(gateway)[-1])
 
 
@@ -164,7 +164,7 @@ def test_masters_are_converted_to_the_dtypes_that_the_server_tells(
     assert remote.publish(served, activate=False, cast=True) == 1, "the first version is as it comes"
     generator = torch.Generator().manual_seed(1)
     masters = {"a": torch.randn(300, 8, generator=generator), "count": torch.tensor([1, 2])}
-    with pytest.raises(RemoteError, match="cast=True"):
+    with refused("remote_error", match="cast=True"):
         remote.publish(masters, activate=False)
     another = RemotePublisher(gateway.admin_url, ADMIN_KEY, MODEL)
     for publisher in (remote, another):
@@ -276,10 +276,10 @@ def test_a_damaged_upload_is_refused_and_leaves_nothing(gateway: RunningGateway)
 @pytest.mark.broad
 def test_a_tensor_that_does_not_fit_is_named(gateway: RunningGateway, remote: RemotePublisher) -> None:
     remote.publish(weights(), activate=False)
-    with pytest.raises(RemoteError, match="has shape") as refused:
+    with refused("remote_error", match="has shape") as caught:
         remote.publish(weights(rows=300), activate=False)
-    assert (refused.value.status, refused.value.answer_code) == (422, "shape_mismatch")
-    assert refused.value.tensor == "model.embed.weight"
+    assert (caught.value.status, caught.value.answer_code) == (422, "shape_mismatch")
+    assert caught.value.tensor == "model.embed.weight"
     assert remote.publish(nudged(weights()), activate=False) == 2  # and the one after it goes as a difference again
     assert remote.last["full"] is False
 
@@ -293,13 +293,13 @@ def test_other_tensors_come_with_a_configuration(
     remote.publish(weights(), config=config, wait=False)
     plain = RemotePublisher(gateway.admin_url, ADMIN_KEY, MODEL, timeout_s=120.0, compress=False)
     other = weights() | {"lm_head.weight": np.zeros((2100, 256), np.float16)}
-    with pytest.raises(RemoteError) as refused:
+    with refused("remote_error") as caught:
         plain.publish(other, activate=False)
     # Which is found first, the size or the names, depends on how the bytes arrive.
-    assert refused.value.answer_code in ("request_too_large", "unexpected_tensor")
-    with pytest.raises(RemoteError, match="vocab_size") as refused:
+    assert caught.value.answer_code in ("request_too_large", "unexpected_tensor")
+    with refused("remote_error", match="vocab_size") as caught:
         plain.publish(other, config=config | {"vocab_size": 32}, activate=False)
-    assert (refused.value.status, refused.value.answer_code) == (422, "config_mismatch")
+    assert (caught.value.status, caught.value.answer_code) == (422, "config_mismatch")
     assert plain.publish(other, config=config | {"tie_word_embeddings": False}, wait=False) == 2
     assert_holds(gateway, 2, other)
     first, second = (form_of(gateway, v.form) for v in versions(gateway))
@@ -317,15 +317,15 @@ def form_of(gateway: RunningGateway, digest: str) -> FormRecord:
 
 
 def test_another_model_is_refused(gateway: RunningGateway) -> None:
-    with pytest.raises(RemoteError, match="for model 'other'"):
+    with refused("remote_error", match="for model 'other'"):
         RemotePublisher(gateway.admin_url, ADMIN_KEY, "other").publish(weights(), activate=False)
 
 
 def test_uploads_need_the_admin_key_and_the_admin_port(gateway: RunningGateway) -> None:
     for url, key, status in ((gateway.admin_url, "wrong", 401), (gateway.url, ADMIN_KEY, 404)):
-        with pytest.raises(RemoteError) as refused:
+        with refused("remote_error") as caught:
             RemotePublisher(url, key, MODEL).publish(weights(), activate=False)
-        assert refused.value.status == status
+        assert caught.value.status == status
 
 
 def test_parameters_are_checked(gateway: RunningGateway) -> None:
@@ -521,9 +521,9 @@ def test_a_part_is_taken_away_from_another_host(gateway: RunningGateway, link: L
     assert remote.last["attempts"] == 2
     assert [(v.version, [part.name for part in v.parts]) for v in versions(gateway)[3:]] == [(4, ["lora/y"])]
     assert gateway.store.run(swap.previous_version(gateway.store.store, Keys(MODEL))) == 3
-    with pytest.raises(RemoteError, match="lora/x"):
+    with refused("remote_error", match="lora/x"):
         remote.take_away(["lora/x"])
-    with pytest.raises(BadPart):
+    with refused("bad_part"):
         remote.take_away("lora/y")
     assert remote.publish(Adapter(lora, {"r": 8}), part="lora/x", activate=False) == 5
 
@@ -533,9 +533,9 @@ def test_a_server_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("weightsync.publish.remote.LONGEST_PAUSE_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(RemoteError, match="gave up after"):
+    with refused("remote_error", match="gave up after"):
         RemotePublisher(f"http://127.0.0.1:{port}", ADMIN_KEY, MODEL).publish(weights(), activate=False)
-    with pytest.raises(RemoteError, match="not the URL"):
+    with refused("remote_error", match="not the URL"):
         RemotePublisher("127.0.0.1:8001", ADMIN_KEY, MODEL)
 
 

@@ -20,9 +20,9 @@ from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, po
 from tests.server.gateway.harness import ask as control
 from tests.server.gateway.upstream import Answer, Handler, Link, Received, answering, upstream
 from tests.waiting import eventually
+from tests.weightsync.codes import refused
 from weightsync import Adapter, Publisher
 from weightsync.control.records import Keys, PartRecord, VersionRecord
-from weightsync.errors import BadPart, SwapAborted
 
 TWO = """\
 models:
@@ -152,11 +152,11 @@ def test_an_adapter_is_not_called_as_a_model_or_an_alias_is(
         Publisher(f"sqlite://{tmp_path / 'store.db'}", model="small") as publisher,
     ):
         publisher.publish({"x.weight": np.ones((8, 8), np.float32)}.items())
-        with pytest.raises(BadPart, match="'lora/small' would take the requests for the model 'small'"):
+        with refused("bad_part", match="'lora/small' would take the requests for the model 'small'"):
             publisher.publish(adapter, part="lora/small")
         assert [version.version for version in publisher.versions()] == [1], "it was published"
         for name, there in (("big", "a model 'big'"), ("fast", "an alias 'fast'")):
-            with pytest.raises(SwapAborted, match=f"there is {there} already"):
+            with refused("swap_aborted", match=f"there is {there} already"):
                 publisher.publish(adapter, part=f"lora/{name}")
         version = publisher.publish(adapter, part="lora/tuned")
         assert (active := publisher.active()) is not None

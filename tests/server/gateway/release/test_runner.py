@@ -26,7 +26,7 @@ from server.gateway.release.scoring import ScoringFailed
 from server.gateway.release.statistics import Tally
 from server.gateway.wire.bodies import Usage
 from tests.waiting import eventually, stays
-from weightsync.errors import SwapAborted
+from weightsync.errors import swap_aborted
 
 TWO_STEPS = parse(b"""
 conditions: [{metric: errors, max: 0.1}]
@@ -172,13 +172,13 @@ class FakeFleet:
 
     async def split(self, record: ReleaseRecord, share: Share, policy: Policy) -> None:
         if "split" in self.refuses:
-            raise SwapAborted(record.version, "i2 is on fire")
+            raise swap_aborted(record.version, "i2 is on fire")
         self.shares = {record.version: share}
         self.done.append(f"split {share.traffic:g}")
 
     async def commit(self, record: ReleaseRecord, version: int) -> None:
         if f"commit {version}" in self.refuses:
-            raise SwapAborted(version, "i2 is on fire")
+            raise swap_aborted(version, "i2 is on fire")
         self.active, self.shares = version, {}
         self.done.append(f"commit {version}")
 

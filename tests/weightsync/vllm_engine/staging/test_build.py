@@ -19,15 +19,16 @@ import pytest
 import torch
 
 from loadtest.models.mapped_memory import HostDriver
+from tests.weightsync.codes import refused
 from tests.weightsync.memory.test_arena import small_file_system
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord
-from weightsync.errors import ChecksumMismatch, DigestMismatch, NotFinite, StagingCancelled
+from weightsync.errors import SwapError
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.device.cpu import Cpu
 from weightsync.vllm_engine.device.cuda import Cuda
 from weightsync.vllm_engine.device.generation import Pace, build_flips
-from weightsync.vllm_engine.device.pool import LayoutPool, LayoutPoolError, Notes
+from weightsync.vllm_engine.device.pool import LayoutPool, Notes
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.model import layout as layouts
 from weightsync.vllm_engine.model.layout import plan_layout
@@ -166,7 +167,7 @@ def test_weights_that_are_not_finite_are_named(publisher: Publisher, name: str, 
     bad = {**TENSORS, name: TENSORS[name].clone()}
     bad[name].view(-1)[-1] = value
     publisher.publish(bad, activate=False)
-    with pytest.raises(NotFinite, match=name):
+    with refused("not_finite", match=name):
         build(publisher.versions()[-1], place)
     build(publisher.versions()[-1], place, allow_non_finite=True)
 
@@ -178,7 +179,7 @@ def test_a_changed_byte_is_named(record: VersionRecord, name: str, place: str) -
     with SlotReader.open(record.slot) as reader, Path(record.slot).open("r+b") as file:
         file.seek(reader.entry(name).offset)
         file.write(bytes([reader.buffer(name)[0] ^ 1]))
-    with pytest.raises(DigestMismatch, match=name):
+    with refused("digest_mismatch", match=name):
         build(record, place)
 
 
@@ -189,12 +190,12 @@ def test_a_cancelled_staging_leaves_no_thread_that_reads(record: VersionRecord, 
 
     def pace(_: int) -> None:
         if next(asked) >= after:
-            raise StagingCancelled
+            raise SwapError("cancelled", code="staging_cancelled")
 
     def wait(found: Any, timeout: float) -> None:
         pace(0)
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(StagingCancelled):
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SwapError):
         patch.setattr("weightsync.vllm_engine.staging.published.wait", wait)
         build(record, "device", pace=pace)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hotswap-digests")]
@@ -207,7 +208,7 @@ def test_weights_that_overflow_in_the_type_they_are_served_in(publisher: Publish
         wide = published.tensor("wide")
         assert published.cast("wide", wide, torch.bfloat16).isfinite().all()
         for narrow in (torch.float16, torch.float8_e5m2):
-            with pytest.raises(NotFinite, match=str(narrow).removeprefix("torch.")):
+            with refused("not_finite", match=str(narrow).removeprefix("torch.")):
                 published.cast("wide", wide, narrow)
         assert published.cast("wide", wide[:, :1], torch.float8_e4m3fn).float().tolist() == [[1.0]]
 
@@ -218,7 +219,7 @@ def test_a_wrong_sum_is_named(record: VersionRecord) -> None:
         good = [5, 16, 0, 5, 0, 16, entry.checksum]
         compare({"layers.0.q": [good]}, reader.manifest.tensors)
         compare({"layers.0.q": [[5, 16, 0, 4, 0, 16, 1]]}, reader.manifest.tensors)  # the rest is elsewhere
-        with pytest.raises(ChecksumMismatch, match=r"layers\.0\.q"):
+        with refused("checksum_mismatch", match=r"layers\.0\.q"):
             compare({"layers.0.q": [[*good[:-1], good[-1] ^ 1]]}, reader.manifest.tensors)
 
 
@@ -325,7 +326,7 @@ def test_what_a_killed_builder_left_is_built_again(tmp_path: Path) -> None:
         assert builder.stdout is not None
         assert builder.stdout.readline() == "building\n"
         pool = LayoutPool(tmp_path, "f", 64)
-        with pytest.raises(LayoutPoolError, match="building v1"):
+        with refused("layout_pool_error", match="building v1"):
             pool.acquire("v1", timeout_s=0.05)
         os.kill(builder.pid, signal.SIGKILL)
         builder.wait()
@@ -357,6 +358,6 @@ def test_a_full_shared_memory_is_a_typed_error() -> None:
     room = 1 << 20
     with small_file_system(room) as directory:
         pool = LayoutPool(directory, "f", 2 * room)
-        with pytest.raises(LayoutPoolError, match="no room"):
+        with refused("layout_pool_error", match="no room"):
             pool.acquire("v1")
         assert not list(directory.glob("layout-f-[0-9]*"))

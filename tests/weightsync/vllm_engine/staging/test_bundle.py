@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.weightsync.codes import refused
 from tests.weightsync.tensors import model
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
-from weightsync.errors import CopyUnavailable
 from weightsync.vllm_engine.staging.bundle import Bundle, HeldBundles, PartOrder, Piece, on_this_host
 
 PARTS = ("", "draft", "lora/x")
@@ -210,10 +210,10 @@ def test_a_slot_with_other_bytes_is_not_taken(publisher: Publisher, here: Versio
 
 def test_what_is_not_here_any_more_is_refused_with_the_name_of_the_host(here: VersionRecord) -> None:
     Path(here.slot).unlink()
-    with pytest.raises(CopyUnavailable, match=r"not on host b: no slot in .* activate the version again"):
+    with refused("copy_unavailable", match=r"not on host b: no slot in .* activate the version again"):
         on_this_host(order(here, b=here.slot))
 
 
 def test_a_worker_on_a_host_that_the_leader_does_not_know(here: VersionRecord) -> None:
-    with pytest.raises(CopyUnavailable, match="not on host b: its leader knows a, c alone: set HOTSWAP_HOST"):
+    with refused("copy_unavailable", match="not on host b: its leader knows a, c alone: set HOTSWAP_HOST"):
         on_this_host(order(here, a="/a/slot", c="/c/slot"))
