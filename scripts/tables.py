@@ -10,12 +10,14 @@ from pathlib import Path
 
 from server import api, key_limits
 from server.gateway.access import roles
+from server.gateway.admin import error_map
 from server.gateway.observe import metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLES = (
     (api.table, "api.md"),
     (metrics.table, "api.md"),
+    (error_map.table, "errors.md"),
     (key_limits.header_table, "api.md"),
     (key_limits.table, "gateway.md"),
     (roles.table, "security.md"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from server import api, key_limits
 from server.errors import HttpError
 from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, config
+from server.gateway.admin import error_map
 from server.gateway.admin.error_map import DETAILS, STATUS
 from server.gateway.admin.trainers import REFUSALS
 from server.gateway.app import build_app
@@ -54,6 +55,10 @@ def test_the_table_of_metrics_is_made_of_their_declarations() -> None:
 def test_the_table_of_limits_is_made_of_their_declarations() -> None:
     assert key_limits.table() in GATEWAY, "run `make tables`"
     assert key_limits.header_table() in API, "run `make tables`"
+
+
+def test_the_table_of_the_engine_s_errors_is_made_of_their_codes() -> None:
+    assert error_map.table() in (ROOT / "docs" / "errors.md").read_text(), "run `make tables`"
 
 
 def test_every_code_in_the_table_exists() -> None:
