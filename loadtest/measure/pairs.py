@@ -20,7 +20,7 @@ from rich.table import Table
 
 from loadtest.measure.machine import machine
 from server.cli.admin import AdminClient
-from server.errors import CliError, ProcessFailed
+from server.errors import CliError
 from server.ports import free_port
 from server.up.paths import ServerInfo
 from server.up.processes import Child
@@ -121,7 +121,7 @@ def serving(checkout: Checkout, state: Path, model: Path, name: str, arguments: 
         deadline = time.monotonic() + READY_S
         while (info := _ready(state)) is None:
             if not process.alive or time.monotonic() > deadline:
-                raise ProcessFailed(f"{process.name} does not serve; the end of {process.log}:\n{process.tail()}")
+                raise CliError(f"{process.name} does not serve; the end of {process.log}:\n{process.tail()}")
             time.sleep(0.2)
         yield Serving(checkout, state, info, process)
     finally:

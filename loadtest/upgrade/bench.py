@@ -26,7 +26,7 @@ from loadtest.measure.gaps import Gaps, Window, summary
 from loadtest.measure.machine import machine
 from loadtest.models.checkpoints import make_constant_checkpoint
 from loadtest.upgrade.clients import MODEL
-from server.errors import CliError, ProcessFailed
+from server.errors import CliError
 from server.ports import free_port
 from server.up import interrupts
 from server.up.processes import Child, share_of_cores
@@ -57,7 +57,7 @@ class Pod:
         started = time.monotonic()
         while not self._ready(self.port):
             if not self._child.alive or time.monotonic() - started > START_S:
-                raise ProcessFailed(f"{self._child.name} does not get ready; the end of its log:\n{self._child.tail()}")
+                raise CliError(f"{self._child.name} does not get ready; the end of its log:\n{self._child.tail()}")
             time.sleep(0.2)
         seconds = time.monotonic() - started
         time.sleep(SETTLED_S[self.kind])
@@ -69,7 +69,7 @@ class Pod:
         self._child.stop(GRACE_S[self.kind])
         seconds = time.monotonic() - started
         if seconds >= GRACE_S[self.kind]:
-            raise ProcessFailed(f"{self._child.name} did not end in {GRACE_S[self.kind]:g} s and was killed")
+            raise CliError(f"{self._child.name} did not end in {GRACE_S[self.kind]:g} s and was killed")
         return seconds
 
     def tell_to_end(self) -> None:

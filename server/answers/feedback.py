@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from server.answers.parse import FORMAT, About
-from server.errors import BadRequest, NotFound
+from server.errors import HttpError
 from server.gateway.access.keys import Principal
 from server.gateway.access.records import FEEDBACK_PREFIX, USAGE_PREFIX, USAGE_ROUND
 from weightsync.errors import Conflict, StoreError
@@ -94,21 +94,21 @@ class Feedback(msgspec.Struct, tag_field="record", tag="feedback"):
 
 
 def read_posted(body: bytes) -> FeedbackRequest:
-    """The body of a request. Raises BadRequest."""
+    """The body of a request. Raises HttpError (400)."""
     try:
         posted = msgspec.json.decode(body.removeprefix(BOM_UTF8), type=FeedbackRequest)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{error}; docs/feedback.md lists the fields.", code="invalid_parameter") from error
+        raise HttpError(400, f"{error}; docs/feedback.md lists the fields.", code="invalid_parameter") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+        raise HttpError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from error
     said = [name for name in ("rating", "score") if getattr(posted, name) is not None]
     if len(said) > 1:
-        raise BadRequest("Send one of rating and score.", code="invalid_parameter", param="score")
+        raise HttpError(400, "Send one of rating and score.", code="invalid_parameter", param="score")
     if not said and posted.correction is None:
-        raise BadRequest("Send a rating, a score or a correction.", code="invalid_parameter", param="rating")
+        raise HttpError(400, "Send a rating, a score or a correction.", code="invalid_parameter", param="rating")
     message = posted.correction
     if message == "" or (isinstance(message, Correction) and not (message.content or message.tool_calls)):
-        raise BadRequest("The correction is empty.", code="invalid_parameter", param="correction")
+        raise HttpError(400, "The correction is empty.", code="invalid_parameter", param="correction")
     return posted
 
 
@@ -169,16 +169,18 @@ class Recent:
                 self._named(known, answer_id)
 
     def find(self, answer_id: str, digest: bytes | None) -> Known:
-        """The answer that the key with this digest got; None: whoever got it. Raises NotFound."""
+        """The answer that the key with this digest got; None: whoever got it. Raises HttpError (404)."""
         with self._lock:
             owner = self._owners.get(answer_id) if digest is None else digest
             known = self._by_name.get((answer_id, owner)) if owner is not None else None
         if known is None:
             advice = "send the `id` or the x-request-id of an answer that this key got, and that is collected"
-            raise NotFound(f"No recent answer has the id {answer_id!r}; {advice}.", code="unknown_answer", param="id")
+            raise HttpError(
+                404, f"No recent answer has the id {answer_id!r}; {advice}.", code="unknown_answer", param="id"
+            )
         if known.about.ended + self._window_s < time.time():
             window = f"answers may be rated for {self._window_s:g} s"
-            raise NotFound(f"The answer {answer_id!r} is too old; {window}.", code="answer_expired", param="id")
+            raise HttpError(404, f"The answer {answer_id!r} is too old; {window}.", code="answer_expired", param="id")
         return known
 
     def _named(self, known: Known, name: str) -> None:
@@ -231,7 +233,7 @@ class Passing:
         except msgspec.MsgspecError as error:
             log.error("ignoring %s: %s", kv.key, error)
             return
-        except NotFound:
+        except HttpError:
             return
         with contextlib.suppress(Conflict):  # another gateway was quicker, or its poster has taken it back
             await self._store.txn({kv.key: kv.mod_revision}, {kv.key: None})

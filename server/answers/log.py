@@ -67,12 +67,8 @@ def find_redaction(name: str) -> Redact:
     return function
 
 
-class LogUnreachable(ConfigError):
-    """The place of the log cannot be reached."""
-
-
 class Folder:
-    """The directory of a log. Raises LogUnreachable, at the start, for a place that cannot be reached."""
+    """The directory of a log. Raises ConfigError, at the start, for a place that cannot be reached."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -82,7 +78,7 @@ class Folder:
             if self.local:
                 Path(self.path).mkdir(parents=True, exist_ok=True, mode=0o700)
         except (ImportError, ValueError, OSError) as error:
-            raise LogUnreachable(f"--answers {url}: {error}.") from error
+            raise ConfigError(f"--answers {url}: {error}.") from error
 
     def segments(self) -> list[tuple[str, int]]:
         """Paths of the segments and their bytes, in the order in which they were closed. Raises OSError."""

@@ -23,14 +23,6 @@ BATCH_ROWS = 256
 Rating = Literal["up", "down", "none"]
 
 
-class ForeignLog(ConfigError):
-    """A segment has lines that are no records of this format."""
-
-
-class NoParquet(ConfigError):
-    """The package that writes Parquet is not installed."""
-
-
 @dataclass(frozen=True)
 class Wanted:
     """Which answers; None: whatever it is. Times are unix seconds, `key` is a name or an id, and a version counts where
@@ -73,23 +65,23 @@ def rating_of(said: Feedback | None) -> Rating | None:
 
 
 def records(folder: Folder) -> Iterator[Answer | Feedback]:
-    """All of them, in the order of the log. Raises ForeignLog."""
+    """All of them, in the order of the log. Raises ConfigError."""
     decoder = msgspec.json.Decoder(Answer | Feedback)
     for path, _ in folder.segments():
         for number, line in enumerate(folder.read(path).splitlines(), 1):
             try:
                 record = decoder.decode(line)
             except msgspec.MsgspecError as error:
-                raise ForeignLog(f"{path}, line {number}: no record of an answer ({error}); name a log.") from error
+                raise ConfigError(f"{path}, line {number}: no record of an answer ({error}); name a log.") from error
             if record.format > FORMAT:
-                raise ForeignLog(f"{path}, line {number}: a later release wrote it; read it with that one.")
+                raise ConfigError(f"{path}, line {number}: a later release wrote it; read it with that one.")
             yield record
 
 
 def joined(url: str, wanted: Wanted) -> Iterator[tuple[Answer, Feedback | None]]:
     """The answers that are wanted, each with the last that was said of it. Feedback is held in memory, answers are not.
 
-    Raises ForeignLog, LogUnreachable.
+    Raises ConfigError.
     """
     folder = Folder(url)
     said: dict[tuple[str, str, str], Feedback] = {}
@@ -146,9 +138,9 @@ _AS_JSON = ("messages", "prompt", "tools", "parameters", "metadata", "tool_calls
 
 
 def export_parquet(url: str, wanted: Wanted, target: str) -> int:
-    """The same as Parquet; what has no fixed form is JSON in a text column. Raises NoParquet."""
+    """The same as Parquet; what has no fixed form is JSON in a text column. Raises ConfigError."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise NoParquet("The package pyarrow is not installed; `pip install 'hotswap[data]'` brings it.")
+        raise ConfigError("The package pyarrow is not installed; `pip install 'hotswap[data]'` brings it.")
     import pyarrow as pa
     import pyarrow.parquet as pq
 

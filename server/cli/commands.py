@@ -206,7 +206,7 @@ def doctor(context: typer.Context, given: dict[str, Any]) -> None:
     from server.doctor import report
 
     asked = options.build(DoctorReport, {s.flag: given[s.flag] for s in DOCTOR if s.flag in given})
-    with as_cli_error(report.UnknownCheck):
+    with as_cli_error(ConfigError):
         checks = report.chosen(asked.only, asked.skip)
     if (model := given.get("--model")) is not None:
         given["--model"] = resolve_model(str(model))

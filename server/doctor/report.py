@@ -12,12 +12,9 @@ from rich.text import Text
 from server.cli.output import table
 from server.doctor.registry import Check, Finding, Status, all_checks, fail
 from server.doctor.world import World
+from server.errors import ConfigError
 
 COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
-
-
-class UnknownCheck(Exception):
-    """`--only` or `--skip` names a check that there is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,11 @@ class Result:
 
 
 def chosen(only: Collection[str] = (), without: Collection[str] = ()) -> list[Check]:
-    """The checks to run. Raises UnknownCheck, which lists those there are."""
+    """The checks to run. Raises ConfigError, which lists those there are."""
     checks = all_checks()
     names = [found.name for found in checks]
     if unknown := sorted({*only, *without} - set(names)):
-        raise UnknownCheck(f"there is no check {unknown[0]!r}: choose from {', '.join(names)}")
+        raise ConfigError(f"there is no check {unknown[0]!r}: choose from {', '.join(names)}")
     return [found for found in checks if (not only or found.name in only) and found.name not in without]
 
 

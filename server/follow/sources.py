@@ -5,10 +5,8 @@ with its content. Of those files only what a publication reads is taken: the con
 sums to verify them by. Directories are read where they are; everything else is fetched into a cache, file by file, so
 that what was cut off goes on.
 
-FollowError
-├── SourceUnavailable   the source cannot be reached or read now; tried again
-├── CacheFull           what is to be fetched has no room; tried again
-└── BadCheckpoint       what a candidate holds is no whole checkpoint; not tried again until it changes
+FollowError         the source cannot be reached or read now, or the cache has no room (code CacheFull); tried again
+└── BadCheckpoint   what a candidate holds is no whole checkpoint; not tried again until it changes
 """
 
 from __future__ import annotations
@@ -41,19 +39,18 @@ _SUM = re.compile(r"([0-9a-fA-F]{64})(?: [ *](?:\./)?(\S.*))?")
 
 
 class FollowError(ServerError):
-    """A checkpoint cannot be taken. The message says why, and what to do."""
+    """A checkpoint cannot be taken. The message says why, and what to do; failures are counted by `code`."""
 
-
-class SourceUnavailable(FollowError):
-    """It may be there later."""
-
-
-class CacheFull(FollowError):
-    """There may be room later."""
+    def __init__(self, message: str, code: str = "SourceUnavailable") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class BadCheckpoint(FollowError):
     """As it is, it will never be one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "BadCheckpoint")
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Source(Protocol):
     told: str
 
     def candidates(self) -> Iterator[Candidate]:
-        """Newest first, whole or not. Raises SourceUnavailable."""
+        """Newest first, whole or not. Raises FollowError."""
 
     def fetch(self, candidate: Candidate, cache: Path, admin: Admin) -> Path:
         """The directory with its files, verified: a new one in `cache`, or the candidate itself. Raises FollowError."""
@@ -150,7 +147,7 @@ class Checkpoints:
 
 
 class Place(Protocol):
-    """Where files are. Raises SourceUnavailable."""
+    """Where files are. Raises FollowError."""
 
     def ls(self, path: str) -> tuple[dict[str, str], dict[str, File]]:
         """Paths of the directories in it, and its files, by name."""
@@ -189,7 +186,7 @@ class FilesystemPlace:
 
 @contextlib.contextmanager
 def reading(told: str, advice: Callable[[Exception], str] = lambda _: "") -> Iterator[None]:
-    """Each error of the library behind a source becomes SourceUnavailable, but for a full disk of ours.
+    """Each error of the library behind a source becomes FollowError, but for a full disk of ours.
 
     Libraries have exceptions of their own, and their messages may hold the URL as it is.
     """
@@ -199,7 +196,7 @@ def reading(told: str, advice: Callable[[Exception], str] = lambda _: "") -> Ite
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         what, more = redacted(str(error) or type(error).__name__), advice(error)
-        raise SourceUnavailable(f"{told} cannot be read ({what}){more and f': {more}'}") from None
+        raise FollowError(f"{told} cannot be read ({what}){more and f': {more}'}") from None
 
 
 class Prefix(Checkpoints):
@@ -267,7 +264,7 @@ def natural(name: str) -> tuple[Any, ...]:
 
 def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
     """The directory in `cache` with the candidate's files; those that are there already are not fetched again. Files of
-    other candidates are removed. Raises SourceUnavailable, CacheFull."""
+    other candidates are removed. Raises FollowError."""
     with only_home(candidate, cache) as home:
         _fetch(candidate, home, place)
     return home
@@ -276,7 +273,7 @@ def fetched(candidate: Candidate, cache: Path, place: Place) -> Path:
 @contextlib.contextmanager
 def only_home(candidate: Candidate, cache: Path) -> Iterator[Path]:
     """The directory in `cache` for its files, to be written within the context; those of other candidates go. Raises
-    SourceUnavailable, CacheFull."""
+    FollowError."""
     home = cache / "fetched" / candidate.identity
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -286,8 +283,8 @@ def only_home(candidate: Candidate, cache: Path) -> Iterator[Path]:
         yield home
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CacheFull(no_room(candidate.nbytes, cache)) from error
-        raise SourceUnavailable(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
+            raise FollowError(no_room(candidate.nbytes, cache), "CacheFull") from error
+        raise FollowError(f"{home} cannot be written ({error.strerror}): name another --cache-dir") from error
 
 
 def _fetch(candidate: Candidate, home: Path, place: Place) -> None:
@@ -298,7 +295,7 @@ def _fetch(candidate: Candidate, home: Path, place: Place) -> None:
     missing = [name for name in needed if not _there(home / name, candidate.files[name])]
     size = sum(candidate.files[name].size for name in missing)
     if size > shutil.disk_usage(home).free:
-        raise CacheFull(no_room(size, home))
+        raise FollowError(no_room(size, home), "CacheFull")
     for name in missing:
         _fetch_one(candidate.files[name], home / name, place)
 
@@ -310,7 +307,7 @@ def _fetch_one(file: File, target: Path, place: Place) -> None:
     place.read(file, part)
     if (got := part.stat().st_size) != file.size:
         part.unlink()
-        raise SourceUnavailable(f"{file.path} came with {got:,} of {file.size:,} bytes: it was cut off, or is changing")
+        raise FollowError(f"{file.path} came with {got:,} of {file.size:,} bytes: it was cut off, or is changing")
     part.rename(target)
 
 
@@ -326,13 +323,13 @@ def _of_index(home: Path) -> set[str]:
 
 
 def no_room(nbytes: int, cache: Path) -> str:
-    """The message of a CacheFull."""
+    """The message where the cache is full."""
     return f"{cache} has no room for {nbytes:,} bytes: make room there, or name another directory with --cache-dir"
 
 
 def verify(directory: Path, main: str) -> None:
     """Checks headers, index, shards and configuration, and every SHA-256 that stands beside them. Raises
-    BadCheckpoint, SourceUnavailable."""
+    BadCheckpoint, FollowError."""
     try:
         checkpoint = Checkpoint(directory)
         if main == "config.json":
@@ -375,7 +372,7 @@ def _digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise SourceUnavailable(f"{path} cannot be read ({error.strerror})") from error
+        raise FollowError(f"{path} cannot be read ({error.strerror})") from error
 
 
 def _tag(entry: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from server.errors import CliError, StateTaken
+from server.errors import CliError
 from server.files import write_file
 from weightsync.control.strict_json import Record
 from weightsync.errors import RecordError
@@ -92,7 +92,7 @@ class StateFile:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise StateTaken(
+            raise CliError(
                 f"another follower works in {directory}; stop it, or name another directory with --cache-dir"
             ) from None
         except OSError as error:

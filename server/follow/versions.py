@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import RequestFailed
-from server.follow.sources import (
-    Admin,
-    BadCheckpoint,
-    CacheFull,
-    Candidate,
-    File,
-    SourceUnavailable,
-    Wish,
-    no_room,
-    only_home,
-)
+from server.follow.sources import Admin, BadCheckpoint, Candidate, File, FollowError, Wish, no_room, only_home
 from weightsync.bucket import reader
 from weightsync.bucket.objects import Bucket, StoredVersion
 from weightsync.control.parts import own_digest
@@ -46,7 +36,7 @@ class Versions:
         try:
             numbers = self._bucket.numbers()
         except BucketError as error:
-            raise SourceUnavailable(str(error)) from error
+            raise FollowError(str(error)) from error
         for number in numbers[-1:]:
             try:
                 found = self._bucket.read(number)
@@ -54,7 +44,7 @@ class Versions:
                 yield Candidate(self.told, f"version {number}", {}, lacks=str(error))
                 continue
             except BucketError as error:
-                raise SourceUnavailable(str(error)) from error
+                raise FollowError(str(error)) from error
             files = {part.path: File(part.path, part.nbytes, part.digest) for part in found.parts}
             yield Candidate(self.told, f"version {number}", files)
 
@@ -63,13 +53,13 @@ class Versions:
             with only_home(candidate, cache) as home:
                 wanted = self._needed(candidate, _held(admin))
                 if not reader.has_room(wanted, home):
-                    raise CacheFull(no_room(sum(version.nbytes for version in wanted), cache))
+                    raise FollowError(no_room(sum(version.nbytes for version in wanted), cache), "CacheFull")
                 for version in wanted:
                     reader.fetch(self._bucket, version, home / version.upload)
         except BucketDamaged as error:
             raise BadCheckpoint(str(error)) from error
         except BucketError as error:
-            raise SourceUnavailable(str(error)) from error
+            raise FollowError(str(error)) from error
         return home
 
     def publish(self, candidate: Candidate, home: Path, admin: Admin, wish: Wish) -> int:
@@ -79,11 +69,11 @@ class Versions:
         try:
             wanted = self._needed(candidate, held)
         except BucketError as error:
-            raise SourceUnavailable(str(error)) from error
+            raise FollowError(str(error)) from error
         for version in wanted:
             files = [home / version.upload / part.path.rpartition("/")[2] for part in version.parts]
             if not all(file.exists() for file in files):
-                raise SourceUnavailable(f"{candidate.name} builds on a version that this fleet has retired meanwhile")
+                raise FollowError(f"{candidate.name} builds on a version that this fleet has retired meanwhile")
             base = None if version.base is None else held[self._bucket.read(version.base).upload].base
             query = {"upload_id": f"{_mark(version)}{wish.attempt}"}
             query |= {"with_config": "true"} if version.header.config else {}
@@ -96,7 +86,7 @@ class Versions:
                 made = admin.upload("/admin/weights/upload", query, blocks, wish.reason)
             except RequestFailed as error:
                 if error.code == "unknown_base":
-                    raise SourceUnavailable(f"{candidate.name}: {error}") from error
+                    raise FollowError(f"{candidate.name}: {error}") from error
                 raise
             number = int(made["version"])
             held[version.upload] = Held(number, Base(number, own_digest(made)))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
-from server.errors import BadRequest, HttpError, MethodNotAllowed
+from server.errors import HttpError
 from server.gateway import terms
 from server.gateway.access.keys import ANONYMOUS, KeyRing, Principal
 from server.gateway.access.limits import Grant, Limits
@@ -105,7 +105,7 @@ class Request:
     def skip(self, count: int) -> bool:
         """Leaves out the first `count` of those who may answer, and then who cannot; False, and all stay, if none can.
 
-        Raises BadRequest if nobody could from the start."""
+        Raises HttpError (400) if nobody could from the start."""
         able, refused = [], None
         route = self.target.route if self.sglang is None or self.sglang.scores else GENERATE.route
         for served in self.served[count:]:
@@ -113,7 +113,7 @@ class Request:
                 if served.upstream is not None:
                     served.upstream.check(route.name, constrained=self.need is not None)
                 able.append(served)
-            except BadRequest as error:
+            except HttpError as error:
                 refused = error
         if able:
             self.served = tuple(able)
@@ -205,7 +205,7 @@ class Admission:
             if target.route.method == method:
                 return target
         allow = ", ".join([t.route.method.decode() for t in targets])
-        raise MethodNotAllowed(f"Use {allow} for {targets[0].route.name}.", allow=allow)
+        raise HttpError(405, f"Use {allow} for {targets[0].route.name}.", allow=allow)
 
     def request(
         self, target: Target, head: RequestHead, principal: Principal, body: bytes, *, http10: bool, keep_alive: bool

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
+from server.errors import HttpError
 from server.gateway import feedback
 from server.gateway.access.roles import undeclared
 from server.gateway.admin import adapters_sglang, adapters_vllm, approvals, fleet, keys, releases, trainers, weights
@@ -81,7 +81,7 @@ def _add_probes(app: APIRouter) -> None:
     async def readyz(gateway: GatewayDep) -> dict[str, Any]:
         """An instance that serves a committed version answers, and this process is not about to stop."""
         if gateway.leaving:
-            raise Unavailable("This gateway is about to stop; ask another one.", code="leaving")
+            raise HttpError(503, "This gateway is about to stop; ask another one.", code="leaving")
         ready = 0
         for model in gateway.models.values():
             able = [i for i in model.fleet.serving if i.record.active_version is not None]
@@ -91,7 +91,9 @@ def _add_probes(app: APIRouter) -> None:
                 return {"status": "ready", "instance": instance.id, "version": instance.record.active_version}
         if not ready:
             raise gateway.default.fleet.unavailable()
-        raise Unavailable(f"{ready} instance(s) are registered, none answers its health check.", code="not_answering")
+        raise HttpError(
+            503, f"{ready} instance(s) are registered, none answers its health check.", code="not_answering"
+        )
 
     @app.get("/health", tags=["health"], response_class=Response)
     @app.get("/ping", tags=["health"], response_class=Response)
@@ -145,15 +147,15 @@ async def _starlette_error(request: Request, exc: Exception) -> Response:
     path = request.scope["path"]
     if exc.status_code == 405:
         allow = ", ".join(_methods_of(request))
-        return error_response(MethodNotAllowed(f"Use {allow} for {path}.", allow=allow), path)
+        return error_response(HttpError(405, f"Use {allow} for {path}.", allow=allow), path)
     if exc.status_code == 404:
-        return error_response(NotFound(elsewhere(path, admin_port=request.state.admin_port)), path)
-    return error_response(BadRequest(str(exc.detail)), path)
+        return error_response(HttpError(404, elsewhere(path, admin_port=request.state.admin_port)), path)
+    return error_response(HttpError(400, str(exc.detail)), path)
 
 
 async def _validation_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
     first = exc.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
-    error = BadRequest(f"{where or 'body'}: {first['msg']}", code="invalid_parameter", param=where or None)
+    error = HttpError(400, f"{where or 'body'}: {first['msg']}", code="invalid_parameter", param=where or None)
     return error_response(error, request.scope["path"])

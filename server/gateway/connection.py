@@ -24,7 +24,7 @@ import uvicorn
 from uvicorn.protocols.utils import get_local_addr
 from uvicorn.server import ServerState
 
-from server.errors import BadRequest, HttpError, NotFound, RequestTimeout, Unavailable
+from server.errors import HttpError
 from server.gateway.access.keys import ANONYMOUS
 from server.gateway.admission import streamed
 from server.gateway.app_side import AppSide
@@ -111,7 +111,7 @@ class GatewayProtocol:
         clients.add(self)
         if len(clients) + len(self.gateway.handshakes) > self.limits.max_connections:
             message = f"{self.limits.max_connections} connections are open; try again."
-            self.reject(Unavailable(message, code="overloaded"))
+            self.reject(HttpError(503, message, code="overloaded"))
             return
         self.deadline = time.monotonic() + self.limits.request_timeout_s
 
@@ -144,9 +144,9 @@ class GatewayProtocol:
                 data = self._without_offer(data)
         except httptools.HttpParserCallbackError:
             log.exception("a fault of the gateway in reading a request")
-            self.reject(HttpError("The gateway failed to read this request; the fault is in its log."))
+            self.reject(HttpError(500, "The gateway failed to read this request; the fault is in its log."))
         except httptools.HttpParserError as exc:
-            self.reject(BadRequest(f"Not a well-formed HTTP request: {exc}.", code="malformed_request"))
+            self.reject(HttpError(400, f"Not a well-formed HTTP request: {exc}.", code="malformed_request"))
         if self._framing > self.limits.max_head:
             self.reject(head_too_large(self.limits))
 
@@ -200,7 +200,7 @@ class GatewayProtocol:
         if self._deaf:
             self.transport.abort()
         elif self._reading and not self._answered_early:
-            self.reject(RequestTimeout(f"The request took over {self.limits.request_timeout_s:g} s to arrive."))
+            self.reject(HttpError(408, f"The request took over {self.limits.request_timeout_s:g} s to arrive."))
         else:
             self.close()
 
@@ -264,9 +264,9 @@ class GatewayProtocol:
     def _checked_head(self) -> RequestHead:
         version = "1.0" if self.http10 else "1.1"
         if self._parser is not None and self._parser.get_http_version() != version:
-            raise BadRequest("HTTP/1.1 is spoken here.", code="http_version")
+            raise HttpError(400, "HTTP/1.1 is spoken here.", code="http_version")
         if self.method == b"CONNECT":
-            raise BadRequest("This server is no proxy: it opens no tunnels.", code="connect_refused")
+            raise HttpError(400, "This server is no proxy: it opens no tunnels.", code="connect_refused")
         self.url = without_slash(self.url)
         self._streamed = streamed(self.url, self.method)
         return self._admission.read_head(self.headers, version, self.url, streamed=self._streamed)
@@ -302,7 +302,7 @@ class GatewayProtocol:
         if self._body_size > self.limits.max_body:
             self.reject(too_large(self.limits))
         elif self.gateway.buffered > self.limits.max_buffered:
-            self.reject(Unavailable("Too many large requests at once; try again.", code="overloaded"))
+            self.reject(HttpError(503, "Too many large requests at once; try again.", code="overloaded"))
         elif self._target is None:
             assert app is not None
             app.on_body(body)
@@ -401,7 +401,7 @@ class GatewayProtocol:
 
     def _hand_to_app(self, head: RequestHead) -> None:
         if not self.url.startswith(b"/"):
-            raise NotFound("Only paths are served, not absolute URLs.")
+            raise HttpError(404, "Only paths are served, not absolute URLs.")
         if self._app is None:
             config, server_state, app_state = self._uvicorn
             self._app = AppSide(config, server_state, app_state, self.transport, self.app_answered)
@@ -414,7 +414,7 @@ class GatewayProtocol:
         try:
             self._app.begin(self._parser, self.url, self.headers, state, expect_continue=head.expect_continue)
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError) as exc:
-            raise BadRequest("The request target is not a valid path.", code="malformed_request") from exc
+            raise HttpError(400, "The request target is not a valid path.", code="malformed_request") from exc
         self._say_close()
 
     def _say_close(self) -> None:

@@ -35,7 +35,7 @@ class Origins:
         self._allowed = frozenset(allowed)
 
     def check(self, origin: bytes, host: bytes, listening_on: str) -> None:
-        """While no key is needed. Raises Forbidden for a page that may not ask."""
+        """While no key is needed. Raises HttpError (403) for a page that may not ask."""
         if "*" not in self._allowed:
             check_origin(origin, host, listening_on, self._allowed, self._own_name)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
-from server.errors import BadRequest, NotFound
+from server.errors import HttpError
 from server.gateway.access.records import ADMIN, By
 from server.gateway.gateway import Gateway
 from server.gateway.models.model import Model
@@ -33,18 +33,20 @@ def model_of(
     gateway: Annotated[Gateway, Depends(gateway_of)],
     asked: Annotated[str, Query(alias="model", max_length=200, description="which one, where there are several")] = "",
 ) -> Model:
-    """The model that a control route is asked about. Raises NotFound, BadRequest."""
+    """The model that a control route is asked about. Raises HttpError (404, 400)."""
     if asked:
         found = gateway.models.get(asked)
         if found is None:
             known = ", ".join(gateway.models)
-            raise NotFound(
-                f"No model {asked!r} is served here; there are: {known}.", code="unknown_model", param="model"
+            raise HttpError(
+                404, f"No model {asked!r} is served here; there are: {known}.", code="unknown_model", param="model"
             )
         return found
     if len(gateway.models) > 1:
         known = ", ".join(gateway.models)
-        raise BadRequest(f"Say which model, with ?model=NAME; there are: {known}.", code="model_needed", param="model")
+        raise HttpError(
+            400, f"Say which model, with ?model=NAME; there are: {known}.", code="model_needed", param="model"
+        )
     return gateway.default
 
 

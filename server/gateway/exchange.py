@@ -32,7 +32,7 @@ import time
 from dataclasses import replace
 from typing import Final
 
-from server.errors import BadUpstream, HttpError, TooManyRequests, Unavailable, UpstreamTimeout
+from server.errors import BadUpstream, HttpError
 from server.gateway.access.costs import Cost, reckon
 from server.gateway.admission import Client, Request
 from server.gateway.fleet import retries
@@ -151,7 +151,7 @@ class Exchange:
             self._end(status=499)
             self._client.cut()
         elif not self._paused and self._link is not None and idle > read_idle_timeout_s:
-            self._broken(UpstreamTimeout(f"The instance was silent for {read_idle_timeout_s:g} s."))
+            self._broken(HttpError(504, f"The instance was silent for {read_idle_timeout_s:g} s."))
         elif not self._paused and self._stream_stands_still(now):
             self._broken(BadUpstream("The instance has fallen silent mid-answer.", code="upstream_died"))
 
@@ -249,8 +249,8 @@ class Exchange:
     def _falls_back(self, error: HttpError) -> bool:
         """Whether the next model of its alias has it now, instead of an answer that says `error`."""
         request, before = self.request, self._served
-        theirs = before.upstream is not None and isinstance(error, (BadUpstream, UpstreamTimeout))
-        room = isinstance(error, (Unavailable, TooManyRequests)) or error.code == "queue_timeout"
+        theirs = before.upstream is not None and error.status in (502, 504)
+        room = error.status in (429, 503) or error.code == "queue_timeout"
         if len(request.served) < 2 or not (room or theirs) or not request.skip(1):
             return False
         self._hold_ended("refused")
@@ -308,7 +308,7 @@ class Exchange:
         try:
             try:
                 link = await instance.pool.connect()
-            except Unavailable as exc:
+            except HttpError as exc:
                 self._connecting = None
                 self._fleet.connect_failed(instance)
                 if self._resent:  # what was sent to it first may be what killed it
@@ -322,7 +322,7 @@ class Exchange:
         except Exception:  # nobody awaits this task: its client would wait for ever
             log.exception("%s: a fault of the gateway", self.request.head.request_id.decode())
             self._connecting = None
-            self.turned_away(HttpError("The gateway failed to send this request on; the fault is in its log."))
+            self.turned_away(HttpError(500, "The gateway failed to send this request on; the fault is in its log."))
 
     def _send(self, link: UpstreamConnection) -> None:
         assert self.instance is not None

@@ -9,7 +9,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 
 from server.answers.feedback import LARGEST, PASS_ON_S, FeedbackRequest, read_posted
-from server.errors import NotFound, PayloadTooLarge, TooManyRequests, Unauthorized
+from server.errors import HttpError
 from server.gateway.access.keys import Principal
 from server.gateway.access.records import ADMIN, INFER
 from server.gateway.deps import GatewayDep
@@ -31,7 +31,7 @@ async def rate(request: Request, gateway: GatewayDep) -> dict[str, Any]:
     principal = principal_of(request, gateway)
     body = await request.body()
     if len(body) > LARGEST:
-        raise PayloadTooLarge(f"Feedback may have {LARGEST} bytes.", code="feedback_too_large")
+        raise HttpError(413, f"Feedback may have {LARGEST} bytes.", code="feedback_too_large")
     posted = read_posted(body)
     _admit(gateway, principal)
     admin = ADMIN in principal.scopes
@@ -50,25 +50,26 @@ def principal_of(request: Request, gateway: Gateway) -> Principal:
         if key:
             try:
                 return gateway.keys.authorize(key, ADMIN)
-            except Unauthorized:
-                pass  # any key, or none, does there
+            except HttpError as error:
+                if error.status != 401:  # any key, or none, does there
+                    raise
     return gateway.keys.authorize(key, INFER)
 
 
 def _admit(gateway: Gateway, principal: Principal) -> None:
-    """Counts as one request of the key, which costs no tokens. Raises RateLimited."""
+    """Counts as one request of the key, which costs no tokens. Raises HttpError (429)."""
     grant = gateway.limits.admit(principal, NONE, FEEDBACK, b"")
     if grant is not None:
         grant.settle(None, 400)
 
 
 async def _passed_on(gateway: Gateway, posted: FeedbackRequest, digest: bytes | None) -> bool:
-    """Whether another gateway knows the answer, of whichever model it is. Raises TooManyRequests."""
+    """Whether another gateway knows the answer, of whichever model it is. Raises HttpError (429)."""
     if gateway.look_ups[digest] >= LOOK_UPS:
         message = (
             f"{LOOK_UPS} answers of this key are being looked for at other gateways; try again in {PASS_ON_S:g} s."
         )
-        raise TooManyRequests(message, code="feedback_busy", retry_after_s=math.ceil(PASS_ON_S))
+        raise HttpError(429, message, code="feedback_busy", retry_after_s=math.ceil(PASS_ON_S))
     gateway.look_ups[digest] += 1
     try:
         for model in gateway.models.values():
@@ -81,19 +82,19 @@ async def _passed_on(gateway: Gateway, posted: FeedbackRequest, digest: bytes | 
 
 
 async def _taken_here(gateway: Gateway, posted: FeedbackRequest, principal: Principal, *, admin: bool) -> bool:
-    """Whether this gateway gave the answer; else another one has taken what is said of it. Raises NotFound."""
+    """Whether this gateway gave the answer; else another one has taken what is said of it. Raises HttpError (404)."""
     digest = None if admin else principal.digest
     by: Any = "admin" if admin else "key"
     recent = gateway.desk.recent
     try:
         try:
             known = recent.find(posted.id, digest)
-        except NotFound as error:
+        except HttpError as error:
             if error.code != "unknown_answer":
                 raise
             await gateway.desk.settled()  # an answer that says its id itself may still have to be read
             known = recent.find(posted.id, digest)
-    except NotFound as error:
+    except HttpError as error:
         if error.code == "unknown_answer" and await _passed_on(gateway, posted, digest):
             return False
         raise

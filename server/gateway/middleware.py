@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import Response
 
-from server.errors import HttpError, NotFound
+from server.errors import HttpError
 from server.gateway.access.roles import needed
 from server.gateway.console.routes import PREFIX, is_open
 from server.gateway.observe.stats import Finished
@@ -59,7 +59,7 @@ class RequestIdMiddleware:
             log.exception("%s: a fault of the gateway", scope["state"]["request_id"].decode())
             if status != 499:
                 raise  # the answer has begun: uvicorn cuts it
-            failed = HttpError("The gateway failed to answer; the fault is in its log.")
+            failed = HttpError(500, "The gateway failed to answer; the fault is in its log.")
             await error_response(failed, scope["path"])(scope, receive, send_with_id)
         finally:
             self._tell(scope, status, time.monotonic() - began)
@@ -128,9 +128,9 @@ class AdminGate:
 async def _check(scope: Scope) -> None:
     state = scope["state"]
     if not state["admin_port"]:
-        raise NotFound(elsewhere(scope["path"], admin_port=False))
+        raise HttpError(404, elsewhere(scope["path"], admin_port=False))
     if scope["path"] == "/":  # a browser that has the address alone sends no key
-        raise NotFound(f"There is nothing at /. The console is at {PREFIX}.")
+        raise HttpError(404, f"There is nothing at /. The console is at {PREFIX}.")
     role = needed(scope["method"], scope["path"])
     state["principal"] = await state["gateway"].access.authorize(state["key"], role)
 

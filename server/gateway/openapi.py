@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from server import api
 from server.answers.feedback import FeedbackRequest
 from server.api import Forwarded
-from server.errors import HttpError, Unavailable
+from server.errors import HttpError
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.roles import needed
 from server.gateway.fleet.instance import Instance
@@ -58,7 +58,7 @@ class PublicDocument:
         return self._directory.main.fleet
 
     async def get(self, app: FastAPI) -> bytes:
-        """The document. Raises Unavailable when no instance tells what it serves."""
+        """The document. Raises HttpError (503) when no instance tells what it serves."""
         async with self._making:
             if not self._is_current():
                 await self._make(app)
@@ -83,7 +83,7 @@ class PublicDocument:
                     self._source = (instance.id, instance.record.address, key_required)
                     return
             self._failed_at = time.monotonic()
-        raise Unavailable("No instance tells what its routes are; try again.", code="not_answering")
+        raise HttpError(503, "No instance tells what its routes are; try again.", code="not_answering")
 
 
 async def _ask(instance: Instance) -> bytes | None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from server.errors import BadRequest, Forbidden
+from server.errors import HttpError
 from server.gateway.access.keys import Principal
 from server.gateway.config import Failover, Kv
 from server.gateway.fleet.routing import Need
@@ -105,7 +105,7 @@ _wishes = msgspec.json.Decoder(Wish)
 def read(headers: Mapping[bytes, bytes], body: bytes, *, in_body: bool) -> tuple[Asked, bytes]:
     """The terms that are asked for, and the body without the field. `in_body`: it is a JSON object with the field.
 
-    Raises BadRequest.
+    Raises HttpError (400).
     """
     wish = _from_headers(headers)
     if in_body:
@@ -119,12 +119,12 @@ def read(headers: Mapping[bytes, bytes], body: bytes, *, in_body: bool) -> tuple
 
 
 def priority_within(asked: Asked, principal: Principal) -> int:
-    """The class of a request: its key's, or a less urgent one it asks for. Raises Forbidden for a more urgent one."""
+    """The class of a request: its key's, or a less urgent one it asks for; 403 (HttpError) for a more urgent one."""
     if asked.priority is None:
         return principal.priority
     if asked.priority < principal.priority:
         message = f"This key's requests have priority {principal.priority}; only higher numbers can be asked for."
-        raise Forbidden(message, code="priority_not_allowed", param="priority")
+        raise HttpError(403, message, code="priority_not_allowed", param="priority")
     return asked.priority
 
 
@@ -197,9 +197,9 @@ def _place(error: Exception, names: Mapping[str, str]) -> str | None:
     return names.get(at[1]) if at is not None else None
 
 
-def _bad(message: str, param: str | None) -> BadRequest:
-    return BadRequest(message, code="invalid_parameter", param=param)
+def _bad(message: str, param: str | None) -> HttpError:
+    return HttpError(400, message, code="invalid_parameter", param=param)
 
 
-def _contradiction(message: str, param: str) -> BadRequest:
-    return BadRequest(message, code="contradictory_parameters", param=param)
+def _contradiction(message: str, param: str) -> HttpError:
+    return HttpError(400, message, code="contradictory_parameters", param=param)

@@ -111,8 +111,9 @@ async def _choose(config: InstanceConfig, store: Store) -> Form:
                 return ITS_OWN
             swap_id = start.swap_id
             try:
-                if swap_id is not None:
-                    await _count(config, store, board, swap_id)
+                if swap_id is not None and not await _counted(config, store, board, swap_id):
+                    await board.changed()
+                    continue
                 where = await _directory(config, store, record) if record is not None else None
             except WeightSyncError as error:
                 if swap_id is None or isinstance(error, StoreError):
@@ -124,23 +125,14 @@ async def _choose(config: InstanceConfig, store: Store) -> Form:
             return Form(start.form, where, tensors, swap_id, text)
 
 
-async def _count(config: InstanceConfig, store: Store, board: Board, swap_id: str) -> None:
-    """Note down one more start for the swap. Raises SwapError when there were enough."""
+async def _counted(config: InstanceConfig, store: Store, board: Board, swap_id: str) -> bool:
+    """Note down one more start for the swap; where there were enough, that they failed, and it is False."""
     before = board.starts.get(config.instance_id)
     attempts = before.attempts if before is not None and before.swap_id == swap_id else 0
-    if attempts >= MOST_STARTS:
-        raise StartsFailed(attempts)
-    await _say(store, config, StartRecord(swap_id, attempts + 1))
-
-
-class StartsFailed(WeightSyncError):
-    """The process ended again and again while it started for a swap."""
-
-    code = "start_failed"
-
-    def __init__(self, attempts: int) -> None:
-        self.attempts = attempts
-        super().__init__(f"its process ended {attempts} times before it served; see its log")
+    info = ErrorInfo("start_failed", f"its process ended {attempts} times before it served; see its log")
+    enough = attempts >= MOST_STARTS
+    await _say(store, config, StartRecord(swap_id, MOST_STARTS if enough else attempts + 1, info if enough else None))
+    return not enough
 
 
 async def _directory(config: InstanceConfig, store: Store, form: FormRecord) -> Path | None:

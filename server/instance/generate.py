@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from .inflight import Problem, RequestProblem
+from .inflight import Problem
 from .provenance import Span, current_trace, problem_body, prompt_spans, to_spans
 from .routed_experts import FIELD, encoded
 
@@ -134,7 +134,7 @@ async def unless_gone(raw: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise RequestProblem("the client closed the connection", status=499, code="client_closed_request")
+            raise Problem("the client closed the connection", status=499, code="client_closed_request")
         return task.result()
     finally:
         for each in (task, gone):
@@ -148,17 +148,17 @@ async def _disconnected(raw: Request) -> None:
 
 
 def parse(body: bytes) -> GenerateRequest:
-    """The request in `body`; RequestProblem names the field and what is wrong with it."""
+    """The request in `body`; Problem names the field and what is wrong with it."""
     try:
         request = GenerateRequest.model_validate(orjson.loads(body or b"null"))
     except orjson.JSONDecodeError as error:
-        raise RequestProblem(f"the body is not JSON: {error}", code="invalid_json") from error
+        raise Problem(f"the body is not JSON: {error}", code="invalid_json") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(str(p) for p in first["loc"]) or None
-        raise RequestProblem(f"{name or 'body'}: {first['msg']}", param=name) from error
+        raise Problem(f"{name or 'body'}: {first['msg']}", param=name) from error
     if (request.prompt is None) == (request.prompt_token_ids is None):
-        raise RequestProblem("give exactly one of `prompt` (text) and `prompt_token_ids`", param="prompt")
+        raise Problem("give exactly one of `prompt` (text) and `prompt_token_ids`", param="prompt")
     return request
 
 
@@ -167,7 +167,7 @@ def check_model(request: GenerateRequest, state: Any) -> None:
     config = state.engine_client.model_config
     served = request.model in state.hotswap_models or state.hotswap_adapters.find(request.model) is not None
     if request.model is not None and not served:
-        raise RequestProblem(
+        raise Problem(
             f"model {request.model!r} is not served here; ask for {state.hotswap_models[0]!r}",
             status=404,
             code="model_not_found",
@@ -175,7 +175,7 @@ def check_model(request: GenerateRequest, state: Any) -> None:
         )
     ids = request.prompt_token_ids or []
     if len(ids) + request.max_tokens > config.max_model_len:
-        raise RequestProblem(
+        raise Problem(
             f"{len(ids)} prompt tokens + max_tokens {request.max_tokens} exceed the context of {config.max_model_len}; "
             "shorten the prompt or lower max_tokens",
             code="context_length_exceeded",
@@ -193,7 +193,7 @@ class Run:
         self._first: Any = None
 
     async def start(self) -> None:
-        """Submit the request and wait for its first output. Raises RequestProblem for what the engine refuses."""
+        """Submit the request and wait for its first output. Raises Problem for what the engine refuses."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
@@ -219,7 +219,7 @@ class Run:
             )  # fmt: skip
             self._first = await anext(self._outputs)
         except (ValueError, VLLMValidationError) as error:
-            raise RequestProblem(str(error), param=getattr(error, "parameter", None) or "prompt") from error
+            raise Problem(str(error), param=getattr(error, "parameter", None) or "prompt") from error
 
     async def events(self) -> AsyncIterator[ServerSentEvent]:
         """`token` events as they come, then `done`. Tokens that were written before an error are told before it."""
@@ -233,7 +233,7 @@ class Run:
             problem = problem_body(ended)
         except Exception as error:
             message = f"generation failed: {error or type(error).__name__}; the request can be retried"
-            problem = problem_body(RequestProblem(message, status=500, code="engine_error"))
+            problem = problem_body(Problem(message, status=500, code="engine_error"))
         for choice in self._choices:
             if choice.untold():
                 yield self._told(choice)

@@ -21,40 +21,34 @@ WITHIN_CLASS = 1000
 
 
 class Problem(Exception):
-    """Why a request gets no answer, or no more of it: what the client is told, whichever route it asked."""
+    """Why a request gets no answer, or no more of it: what the client is told, whichever route it asked. With the
+    defaults, it cannot be served as it is asked."""
 
-    status, type, code = 409, "conflict_error", ""
-    param: str | None = None
-    retry_after_s: int | None = None
-
-
-class RequestProblem(Problem):
-    """A request that cannot be served as it is asked."""
-
-    status, type = 400, "invalid_request_error"
-
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-        self.type = self.type if status < 500 else "server_error"
+        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
+        other = "invalid_request_error" if status < 500 else "server_error"
+        self.type = {409: "conflict_error", 429: "rate_limit_error"}.get(status, other)
 
 
-class WeightsChanged(Problem):
+def weights_changed() -> Problem:
     """The request was ended by a swap, as it asked, rather than answered by two versions."""
-
-    code = "weights_changed"
-
-    def __init__(self) -> None:
-        super().__init__("the weights changed before the answer was complete; send the request again")
+    message = "the weights changed before the answer was complete; send the request again"
+    return Problem(message, status=409, code="weights_changed")
 
 
-class VersionMismatch(Problem):
+def version_mismatch(version: int | None) -> Problem:
     """The weights here are not among those the request is bound to; nothing was generated."""
-
-    code = "version_mismatch"
-
-    def __init__(self, version: int | None) -> None:
-        super().__init__(f"this instance runs version {version}; ask another one, or wait with x-hotswap-wait-s")
+    message = f"this instance runs version {version}; ask another one, or wait with x-hotswap-wait-s"
+    return Problem(message, status=409, code="version_mismatch")
 
 
 @dataclass(frozen=True)
@@ -135,11 +129,11 @@ class Inflight:
         self._changed = asyncio.Event()
 
     async def admit(self, wish: Wish) -> None:
-        """Return when it may begin. Raises VersionMismatch."""
+        """Return when it may begin. Raises Problem (version_mismatch)."""
         while wish.bound and not self._open.is_set():
             await self._open.wait()
         if not wish.allows(self.active):
-            raise VersionMismatch(self.active)
+            raise version_mismatch(self.active)
 
     @contextlib.contextmanager
     def running(self, wish: Wish) -> Iterator[None]:

@@ -36,7 +36,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from server import api
 from server.instance import replay
-from server.instance.inflight import RequestProblem, VersionMismatch, Wish
+from server.instance.inflight import Problem, Wish
 from server.instance.prefixes import with_shares
 from server.instance.provenance import Trace, annotate, annotate_chunk, cannot_take, current_trace, problem_body
 from server.instance.routed_experts import FIELD as ROUTING
@@ -219,7 +219,7 @@ class ProvenanceMiddleware:
             return
         try:
             replaying, receive = await replay.read(scope, receive, self._resumable)
-        except RequestProblem as problem:
+        except Problem as problem:
             await _send_json(send, problem.status, orjson.dumps(problem_body(problem)))
             return
         trace = Trace(Wish.of(scope.get("headers", ())), replaying, scope["path"])
@@ -237,7 +237,7 @@ class ProvenanceMiddleware:
 
 def _read_along(receive: Any, trace: Trace, route: str) -> Any:
     """`receive`, which tells `trace` of the body: the prefixes of its prompt, and what more it wants, which is its
-    routing, and spans in vLLM's form. Raises RequestProblem."""
+    routing, and spans in vLLM's form. Raises Problem."""
     parts: list[bytes] = []
 
     async def read_along() -> Any:
@@ -253,7 +253,7 @@ def _read_along(receive: Any, trace: Trace, route: str) -> Any:
                 try:
                     trace.as_vllm = route in VLLM_SPANS and wants(body, WANTED)
                     trace.wants_routing = wants(body, ROUTING)
-                except RequestProblem as problem:
+                except Problem as problem:
                     trace.problem = problem
                     raise
         return message
@@ -262,7 +262,7 @@ def _read_along(receive: Any, trace: Trace, route: str) -> Any:
 
 
 def wants(body: bytes, field: str) -> bool:
-    """Whether its field says so in any way that vLLM takes for true. Raises RequestProblem; other faults are vLLM's."""
+    """Whether its field says so in any way that vLLM takes for true. Raises Problem; other faults are vLLM's."""
     if field.encode() not in body:
         return False
     try:
@@ -273,7 +273,7 @@ def wants(body: bytes, field: str) -> bool:
         return isinstance(fields, dict) and _BOOL.validate_python(fields.get(field, False))
     except ValidationError as error:
         message = f"{field} must be true or false"  # vLLM 0.33 says so too; 0.32 does not know its field
-        raise RequestProblem(message, code="invalid_parameter", param=field) from error
+        raise Problem(message, code="invalid_parameter", param=field) from error
 
 
 class _Answer:
@@ -356,7 +356,7 @@ class _Answer:
         assert self._trace.problem is not None
         self._over = True
         problem, more = self._trace.problem, list[tuple[bytes, bytes]]()
-        if isinstance(problem, VersionMismatch):
+        if problem.code == "version_mismatch":
             more.append((b"x-hotswap-refused", VERSION))
         if problem.retry_after_s is not None:
             more.append((b"retry-after", b"%d" % problem.retry_after_s))

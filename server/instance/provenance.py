@@ -43,7 +43,7 @@ from server.instance.requests import check_count
 from weightsync.vllm_engine.engine_core.prefixes import FIELD
 
 from . import replay, routed_experts
-from .inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
+from .inflight import Inflight, Problem, Wish, version_mismatch, weights_changed
 from .replay import Replaying
 from .routed_experts import Recording
 
@@ -102,7 +102,8 @@ class Trace:
                 self._held = None
 
     async def admit(self, inflight: Inflight) -> None:
-        """Return when the answer may begin, at once if it has: a swap may wait for its end. Raises VersionMismatch."""
+        """Return when the answer may begin, at once if it has: a swap may wait for its end. Raises Problem
+        (version_mismatch)."""
         if self._held is None:
             await inflight.admit(self.wish)
             _check_resumed(self, inflight)
@@ -111,14 +112,14 @@ class Trace:
             self._held.enter_context(inflight.running(self.wish))
 
     def check(self, *versions: int) -> None:
-        """`versions` have written some of it. Raises WeightsChanged if one has to write all of it.
+        """`versions` have written some of it. Raises Problem (weights_changed) if one has to write all of it.
 
         A resumed answer has chosen otherwise.
         """
         self._versions.update(versions)
         one = self.wish.policy in ("abort", "finish") and self.replaying.resume is None
         if one and len(self._versions) > 1:
-            raise WeightsChanged
+            raise weights_changed()
 
     def open(self, choices: int) -> int:
         """A new engine request with `choices` samples; returns the index of its first choice."""
@@ -169,7 +170,7 @@ class Trace:
             )
 
     def record(self, base: int, outputs: Sequence[Any], prompt_tokens: int = 0, *, whole: bool = False) -> None:
-        """Note the spans of an engine output (`RequestOutput.outputs`). Raises WeightsChanged.
+        """Note the spans of an engine output (`RequestOutput.outputs`). Raises Problem (weights_changed).
 
         `whole`: it is the end of a beam search, and not one call for it.
         """
@@ -279,7 +280,8 @@ def traced(
 ) -> Callable[..., AsyncIterator[Any]]:
     """`AsyncLLM.generate`, feeding the current request's trace and doing at swaps what its headers ask for.
 
-    Raises VersionMismatch before anything is generated, WeightsChanged when a swap ended the request, RoutingLost.
+    Raises Problem before anything is generated (version_mismatch), or when a swap ended the request (weights_changed)
+    or its routing is lost (routing_lost).
     """
 
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
@@ -304,7 +306,7 @@ def traced(
 def pooled(encode: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Callable[..., AsyncIterator[Any]]:
     """`AsyncLLM.encode`, in the caller's cache scope, and never over a swap that the request says it must not cross.
 
-    Raises VersionMismatch before anything is computed, WeightsChanged when a swap came between.
+    Raises Problem before anything is computed (version_mismatch), or when a swap came between (weights_changed).
     """
 
     async def wrapper(prompt: Any, pooling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
@@ -320,7 +322,7 @@ def pooled(encode: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Cal
                     crossed = inflight.active != trace.began and wish.policy in ("abort", "finish")
                     ended = output.error is None and not output.outputs.data.numel()  # its adapter was withdrawn
                     if crossed or ended or not wish.allows(inflight.active):
-                        raise WeightsChanged
+                        raise weights_changed()
                     yield output
 
     return wrapper
@@ -349,7 +351,7 @@ def beamed(search: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Cal
     """vLLM's `beam_search`, which calls the engine for each token of each beam. One version writes all of its answer.
 
     Spans could not tell it otherwise: the search compares scores of all beams, whichever version gave them. Raises
-    VersionMismatch before anything is generated, WeightsChanged when a swap ended the search.
+    Problem before anything is generated (version_mismatch), or when a swap ended the search (weights_changed).
     """
 
     @functools.wraps(search)
@@ -372,7 +374,7 @@ def beamed(search: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Cal
 
 
 async def _whole(outputs: AsyncIterator[Any], recording: Recording, params: Any) -> AsyncIterator[Any]:
-    """The engine's outputs. Raises RoutingLost."""
+    """The engine's outputs. Raises Problem (routing_lost)."""
     async with contextlib.aclosing(outputs):  # type: ignore[type-var]
         async for output in outputs:
             recording.check(output, params)
@@ -406,10 +408,10 @@ def cannot_take(error: Exception) -> str:
 
 
 def _check_resumed(trace: Trace, inflight: Inflight) -> None:
-    """Raises VersionMismatch if other weights run here than have to go on with the answer."""
+    """Raises Problem (version_mismatch) if other weights run here than have to go on with the answer."""
     resume = trace.replaying.resume
     if resume is not None and resume.version not in (None, inflight.active):
-        raise VersionMismatch(inflight.active)
+        raise version_mismatch(inflight.active)
 
 
 async def _with_replay(outputs: AsyncIterator[Any], trace: Trace) -> AsyncIterator[Any]:
@@ -432,7 +434,7 @@ async def _uncut(outputs: AsyncIterator[Any], trace: Trace, inflight: Inflight) 
     async for output in outputs:
         if any(o.finish_reason == "abort" for o in output.outputs):
             began = trace.begun or trace.wish.allows(inflight.active)
-            raise WeightsChanged if began else VersionMismatch(inflight.active)
+            raise weights_changed() if began else version_mismatch(inflight.active)
         yield output
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from server import api
-from server.instance.inflight import RequestProblem
+from server.instance.inflight import Problem
 from server.resume import RESUMABLE, RESUME, RESUMED, Resume
 
 ROUTES = frozenset(route.path for route in api.ROUTES if route.continued)
@@ -123,7 +123,7 @@ def replayed(output: Any, resume: Resume) -> Any | None:
 
 
 async def read(scope: Any, receive: Any, routes: Container[str] = ROUTES) -> tuple[Replaying, Any]:
-    """The gateway's wishes, and `receive` without what it put before the body. Raises RequestProblem."""
+    """The gateway's wishes, and `receive` without what it put before the body. Raises Problem."""
     headers = dict(scope.get("headers", ()))
     if scope["path"] not in routes or RESUMABLE not in headers:
         return Replaying(), receive
@@ -155,6 +155,6 @@ async def _split(receive: Any, size: int) -> tuple[bytes, Any]:
     return data[:size], receive_rest
 
 
-def _bad(message: str) -> RequestProblem:
+def _bad(message: str) -> Problem:
     """The bytes before the body are not those that a gateway writes there."""
-    return RequestProblem(message, code="bad_resume")
+    return Problem(message, code="bad_resume")

@@ -24,17 +24,13 @@ START = "--enable-return-routed-experts"
 MOST_LOST = 4096  # prompts that are remembered
 
 
-class RoutingLost(Problem):
+def routing_lost() -> Problem:
     """The engine has no more what it recorded of the prompt; when it is asked again, it will."""
-
-    status, type, code, param = 503, "server_error", "routing_lost", FIELD
-    retry_after_s = 0
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the server has lost the routing of a prompt in its prefix cache; send the request again, and if this "
-            "happens often, start the server with a larger `max_bytes` in --aux-output-config"
-        )
+    message = (
+        "the server has lost the routing of a prompt in its prefix cache; send the request again, and if this "
+        "happens often, start the server with a larger `max_bytes` in --aux-output-config"
+    )
+    return Problem(message, status=503, code="routing_lost", param=FIELD, retry_after_s=0)
 
 
 class Recording:
@@ -64,8 +60,8 @@ class Recording:
             params.skip_reading_prefix_cache = True
 
     def check(self, output: Any, params: Any) -> None:
-        """Of an output of the engine whose routing is wanted. Raises RoutingLost if an answer that is complete in it
-        has fewer rows than it must."""
+        """Of an output of the engine whose routing is wanted. Raises Problem (routing_lost) if an answer that is
+        complete in it has fewer rows than it must."""
         prompt = output.prompt_token_ids or ()
         for answer in output.outputs:
             if answer.finish_reason is None or answer.routed_experts is None or not answer.weight_versions:
@@ -76,7 +72,7 @@ class Recording:
                 self._lost[hash(tuple(prompt))] = None
                 if len(self._lost) > MOST_LOST:
                     del self._lost[next(iter(self._lost))]
-                raise RoutingLost
+                raise routing_lost()
 
 
 def strip(outputs: Iterable[Any]) -> None:

@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from server.errors import CliError, ModelNotFound
+from server.errors import CliError
 from server.files import write_file
 from weightsync import running
 
@@ -50,16 +50,16 @@ def resolve_model(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFound(f"{path} holds no config.json: --model wants a Hugging Face checkpoint directory")
+            raise CliError(f"{path} holds no config.json: --model wants a Hugging Face checkpoint directory")
         return path.resolve()
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelNotFound(f"{path} does not exist: --model wants a Hugging Face checkpoint directory")
+        raise CliError(f"{path} does not exist: --model wants a Hugging Face checkpoint directory")
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.snapshot_download(model))
     except Exception as error:
-        raise ModelNotFound(f"{model!r} is no directory, and {_not_fetched(model, error)}") from error
+        raise CliError(f"{model!r} is no directory, and {_not_fetched(model, error)}") from error
 
 
 def _not_fetched(model: str, error: Exception) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from server.errors import CliError, OtherCheckpoint, StateLost
+from server.errors import CliError
 from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord
 from server.up.state import own, owner, require_own
 from weightsync import open_store
@@ -249,7 +249,7 @@ class _Beginning:
         if not wanted & origins.keys():
             for other in origins:
                 if await self.store.get(Keys(other).active) is not None:
-                    raise OtherCheckpoint(
+                    raise CliError(
                         f"this state directory serves {other}, not {self.wanted.model}: name another --state-dir, or "
                         f"begin anew with --fresh (it discards {(await describe(self.store.url, wanted))[0]})"
                     )
@@ -262,7 +262,7 @@ class _Beginning:
             return digest
         named = str(self.wanted.checkpoint)
         if digest != origin.digest and named != origin.path:
-            raise OtherCheckpoint(
+            raise CliError(
                 f"this state directory began with {origin.path} and serves version {active.version}; {named} is "
                 f"another checkpoint. To serve it as the next version, start with --model {origin.path} and run "
                 f"`hotswap weights push {named}`; to serve it beside, name another --state-dir or --name; to begin "
@@ -321,7 +321,7 @@ class _Beginning:
         if self.copies is None or version not in self.copies.versions or self.wanted.copies is None:
             return
         if owner(Path(self.copies.directory)) != self._name:
-            raise StateLost(
+            raise CliError(
                 f"version {version} is not in shared memory, and has a copy in {self.copies.directory}, which is not "
                 "there: mount it, or put it back; or go on without it: --persist off"
             )

@@ -27,7 +27,7 @@ import httpx
 from rich.console import Console
 
 from server import missing
-from server.errors import CliError, ConfigError, PortTaken, ProcessFailed, as_cli_error
+from server.errors import CliError, ConfigError, as_cli_error
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
 from server.gpus import devices_asked, devices_of_each
@@ -218,10 +218,10 @@ class Server:
             for child in self._everything().values():
                 if not child.alive and not (_kind(child.name) == "publish" and child.returncode == 0):
                     cause = f"{found}\n" if (found := child.cause()) else ""
-                    raise ProcessFailed(f"{child.name} ended early: {cause}the end of {child.log}:\n{child.tail()}")
+                    raise CliError(f"{child.name} ended early: {cause}the end of {child.log}:\n{child.tail()}")
             if time.monotonic() - began > timeout_s:
                 why = "".join(f"{name}: {note}\n" for name, note in self._notes.items() if note != SERVES)
-                raise ProcessFailed(
+                raise CliError(
                     f"not ready after {timeout_s:.0f} s (--ready-timeout). {why}"
                     f"The logs are in {self.state_dir / 'logs'}"
                 )
@@ -471,9 +471,10 @@ def run_up(config: UpConfig) -> None:
         if config.train is not None:
             server.train(config.train)
         server.watch()
-    except ProcessFailed as failed:
-        mend = f"\n{missing.NO_VISION}" if "torchvision" in str(failed) else ""
-        raise ProcessFailed(f"{failed}{mend}") from None
+    except CliError as failed:
+        if "torchvision" not in str(failed):
+            raise
+        raise CliError(f"{failed}\n{missing.NO_VISION}") from None
     except interrupts.Interrupted:
         console.print("stopping")
     finally:
@@ -522,7 +523,7 @@ def _require_free(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise PortTaken(
+        raise CliError(
             f"cannot listen on {host}, port {port} ({error.strerror or error}): stop what does, or pass another --port"
         ) from error
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from server.errors import CliError, StateLost, StateTaken
+from server.errors import CliError
 from server.files import write_file
 from weightsync.persist.disk import remove_copies
 
@@ -76,7 +76,7 @@ class StateDir:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
             self.release()
             who = f" (process {holder})" if holder else ""
-            raise StateTaken(
+            raise CliError(
                 f"a server already runs with its state in {self.path}{who}; stop it, or pass another --state-dir"
             ) from None
         except OSError as error:
@@ -117,7 +117,7 @@ class StateDir:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)  # each leads a group of its own
             if waited > trainer_leaves_s + GONE_S:
-                raise StateTaken(f"process {left[0][0]} of the run before in {self.path} does not end; end it")
+                raise CliError(f"process {left[0][0]} of the run before in {self.path} does not end; end it")
             time.sleep(POLL_S)
 
     def _leftovers(self) -> Iterator[tuple[int, str]]:
@@ -145,7 +145,7 @@ class StateDir:
         """
         known = self._known()
         if known is not None and not self.store.exists():
-            raise StateLost(
+            raise CliError(
                 f"the store of {self.path} is gone ({self.store}): put the file back, or begin anew with --fresh, "
                 "without its keys, versions and history"
             )
@@ -189,7 +189,7 @@ class StateDir:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
-            raise StateLost(
+            raise CliError(
                 f"{self.path / 'state.json'} cannot be read ({error}): put it back; or remove it, if you are sure that "
                 f"{self.store} is the store that belongs here"
             ) from error

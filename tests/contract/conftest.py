@@ -19,7 +19,8 @@ import requests
 from anyio.from_thread import start_blocking_portal
 from safetensors.numpy import save
 
-from server.instance.generate import RequestProblem, parse
+from server.instance.generate import parse
+from server.instance.inflight import Problem
 from server.instance.provenance import problem_body
 from tests.server.gateway.admin.conftest import arena
 from tests.server.gateway.admin.test_admin import SETTINGS, Toy, checkpoint, participating
@@ -100,7 +101,7 @@ async def answer(link: Link, received: Received) -> None:
     try:
         if received.target == "/generate":
             parse(received.body)
-    except RequestProblem as problem:
+    except Problem as problem:
         await link.json(orjson.dumps(problem_body(problem)), b"%d Refused" % problem.status)
         return
     if received.target == "/classify" and "input" not in orjson.loads(received.body):

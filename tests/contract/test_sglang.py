@@ -24,7 +24,6 @@ import pytest
 import requests
 from safetensors.numpy import save
 
-from server.errors import BadRequest
 from server.gateway.admin import adapters_sglang
 from server.gateway.wire import sglang
 from server.ports import free_port
@@ -33,6 +32,7 @@ from tests.contract.conftest import PROMPT, Served, calls, check, gap, named
 from tests.contract.release import Sources
 from tests.packages import unpacked
 from tests.server.gateway.harness import ADMIN_KEY, MODEL
+from tests.server.refusals import refuses
 from tests.waiting import wait_until
 
 RELEASE, ROUTER = ("sglang", "0.5.23"), ("sglang-router", "0.3.2")
@@ -158,7 +158,7 @@ def test_fields_of_classify() -> None:
 
 
 def refused_by_name(body: dict[str, Any], name: str, translate: Any = sglang.translate) -> None:
-    with pytest.raises(BadRequest) as refused:
+    with refuses(400) as refused:
         translate(json.dumps(body).encode())
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)
 

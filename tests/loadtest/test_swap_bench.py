@@ -34,7 +34,7 @@ from loadtest.training.rl_step import against as steps
 from loadtest.upgrade import bench, clients, releases
 from loadtest.upgrade.bench import Step, Swap, Upgrade, failures, summed_up
 from loadtest.upgrade.clients import KINDS, Answer, Client, Endpoint, Failed, Seen, Service
-from server.errors import CliError, ProcessFailed
+from server.errors import CliError
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually
 
@@ -120,7 +120,7 @@ def test_a_directory_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
 def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     here = Checkout("this checkout", pairs.HERE)
     missing = pairs.serving(here, tmp_path / "state", Path("./no-such-model"), "toy", [])
-    with pytest.raises(ProcessFailed, match="is no directory"), missing:
+    with pytest.raises(CliError, match="is no directory"), missing:
         pass
 
 

@@ -19,8 +19,9 @@ from loadtest.histories.rules import require
 from loadtest.simulation.clock import Clock
 from loadtest.simulation.schedules import AwaitingWorld, explore
 from loadtest.simulation.store import Client, ModelStore
+from server.errors import HttpError
 from server.gateway.access.keys import Principal
-from server.gateway.access.limits import SLOTS, Grant, Limits, RateLimited, Window
+from server.gateway.access.limits import SLOTS, Grant, Limits, Window
 from server.gateway.access.records import USAGE_PREFIX
 from server.gateway.access.sharing import Division, Other, Sharing, UsageRecord
 from server.key_limits import KeyLimits
@@ -47,7 +48,9 @@ class Gateway:
     def admit(self) -> bool:
         try:
             grant = self.limits.admit(self._principal(), None, "/v1/completions", b"")  # type: ignore[arg-type]
-        except RateLimited:
+        except HttpError as refused:
+            if refused.status != 429:
+                raise
             return False
         assert grant is not None
         self.running.append(grant)

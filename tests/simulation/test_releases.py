@@ -19,7 +19,7 @@ from loadtest.histories.rules import require
 from loadtest.simulation.clock import Clock
 from loadtest.simulation.schedules import AwaitingWorld, explore
 from loadtest.simulation.store import Client, ModelStore, Puts
-from server.errors import Conflict
+from server.errors import HttpError
 from server.gateway.access.records import By
 from server.gateway.release import judge, runner
 from server.gateway.release.evidence import Observer
@@ -146,7 +146,9 @@ class Releasing(AwaitingWorld):
             self.bad.add(version)
         try:
             self.do(self.one().releases.start(version, TEXT, By("somebody")))
-        except Conflict:
+        except HttpError as refused:
+            if refused.status != 409:
+                raise
             return
         self.fleet.touched = False
         self.seen["begun"] += 1
@@ -167,8 +169,9 @@ class Releasing(AwaitingWorld):
         try:
             self.do(self.one().releases.cancel(By("somebody")))
             self.seen["cancelled"] += 1
-        except Conflict:
-            pass
+        except HttpError as refused:
+            if refused.status != 409:
+                raise
 
     def interfere(self) -> None:
         """An operator makes another version active."""

@@ -18,7 +18,7 @@ from loadtest.measure import pairs as paired
 from loadtest.measure.pairs import Ratio, Serving
 from loadtest.training.rl_step import ours
 from loadtest.training.rl_step.task import RANK, REWARDS, SMALL, Task
-from server.errors import ProcessFailed
+from server.errors import CliError
 from server.up.processes import Child
 
 PAIRS, WARM_UP, STEPS = 4, 2, 6  # of a run
@@ -70,7 +70,7 @@ def _visit(task: Task, work: Path, schedule: str, side: Serving) -> dict[str, fl
     finally:
         trainer.stop()
     if trainer.returncode:
-        raise ProcessFailed(f"{trainer.name} ended with {trainer.returncode}; the end of its log:\n{trainer.tail()}")
+        raise CliError(f"{trainer.name} ended with {trainer.returncode}; the end of its log:\n{trainer.tail()}")
     steps = ours.read_steps(metrics)[task.warm_up - 1 :]
     return {
         f"{schedule}, s a step": statistics.median(step.seconds for step in steps),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.errors import ProcessFailed
+from server.errors import CliError
 from server.ports import free_port
 from server.up.processes import BIND_ENV, THREADS_ENV, Child
 from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys
@@ -128,7 +128,7 @@ def wait(holds: Callable[[], bool], child: Child, timeout_s: float = START_S, ev
     deadline = time.monotonic() + timeout_s
     while not holds():
         if not child.alive or time.monotonic() > deadline:
-            raise ProcessFailed(f"{child.name} does not get there; the end of its log:\n{child.tail()}")
+            raise CliError(f"{child.name} does not get there; the end of its log:\n{child.tail()}")
         time.sleep(every_s)
 
 

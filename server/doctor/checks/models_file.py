@@ -10,7 +10,7 @@ import httpx
 
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import World
-from server.errors import ConfigError, ModelNotFound
+from server.errors import CliError, ConfigError
 from server.gateway.models.file import External, ModelEntry, ModelsFile, read
 from server.up.paths import resolve_model
 from weightsync import open_store
@@ -47,7 +47,7 @@ def _checkpoint(entry: ModelEntry) -> Finding:
         return ok(f"{entry.name}: `up` fetches {entry.checkpoint}")
     try:
         return ok(f"{entry.name}: the checkpoint is {resolve_model(entry.checkpoint)}")
-    except ModelNotFound as error:
+    except CliError as error:
         return fail(f"{entry.name}: {error}", "Name a directory with config.json and *.safetensors")
 
 

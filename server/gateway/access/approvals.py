@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from server.errors import Conflict, Forbidden, NotFound
+from server.errors import HttpError
 from server.gateway.access.records import By
 from weightsync.control import swap
 from weightsync.control.chain import Action, LedgerEntry, append
@@ -102,7 +102,7 @@ class Approvals:
         policy: PolicyRecord | None = None,
         release: ReleaseWish | None = None,
     ) -> PendingRecord | None:
-        """Has a request wait, if the policy says so; None: it may go on. Raises SwapError, Conflict."""
+        """Has a request wait, if the policy says so; None: it may go on. Raises SwapError, HttpError (409)."""
         rule = await self.policy()
         needed = BY_RELEASE | {action} if action == "release" else {action}
         if not needed & set(rule.approvals):
@@ -110,7 +110,7 @@ class Approvals:
         if target is not None:
             await swap.ready_revisions(self._store, self._keys, target)
         if len(await self.waiting()) >= MOST:
-            raise Conflict(f"{MOST} requests wait for approval; approve or refuse some.", code="approvals_full")
+            raise HttpError(409, f"{MOST} requests wait for approval; approve or refuse some.", code="approvals_full")
         now = time.time()
         until = now + rule.lapse_s
         digest = by.digest.hex()
@@ -130,26 +130,29 @@ class Approvals:
         return sorted(found, key=lambda pending: pending.since)
 
     async def find(self, pending_id: str) -> tuple[PendingRecord, int]:
-        """One that waits, and its revision. Raises NotFound, Conflict (it has lapsed)."""
+        """One that waits, and its revision. Raises HttpError (404; 409 when it has lapsed)."""
         kv = await self._store.get(self._key(pending_id))
         if kv is None:
-            raise NotFound(f"No request {pending_id!r} waits; `hotswap approve` lists those.", code="unknown_approval")
+            raise HttpError(
+                404, f"No request {pending_id!r} waits; `hotswap approve` lists those.", code="unknown_approval"
+            )
         pending = PendingRecord.from_json(kv.value)
         if await self._lapsed(kv, pending):
-            raise Conflict(f"The request {pending_id} has lapsed; ask for it again.", code="approval_lapsed")
+            raise HttpError(409, f"The request {pending_id} has lapsed; ask for it again.", code="approval_lapsed")
         return pending, kv.mod_revision
 
     def consent(self, pending: PendingRecord, revision: int, by: By) -> Approval:
-        """The approval of `by`. Raises Forbidden for whoever asked."""
+        """The approval of `by`. Raises HttpError (403) for whoever asked."""
         if pending.digest == by.digest.hex():
-            raise Forbidden(
+            raise HttpError(
+                403,
                 "Who has asked for it cannot approve it; somebody else must, with a key or token of their own.",
                 code="same_identity",
             )
         return Approval(self._key(pending.id), revision, by.who, by.reason)
 
     async def refuse(self, pending_id: str, by: By) -> PendingRecord:
-        """Takes it away; who has asked may do so, too. Raises NotFound, Conflict."""
+        """Takes it away; who has asked may do so, too. Raises HttpError (404, 409)."""
         pending, revision = await self.find(pending_id)
         entry = self._entry("refuse", by.who, pending, by.reason)
         try:
@@ -199,6 +202,6 @@ class Approvals:
         return f"{self._prefix}{pending_id}"
 
 
-def gone(pending_id: str) -> Conflict:
+def gone(pending_id: str) -> HttpError:
     """The error where another user has just approved or refused the request."""
-    return Conflict(f"The request {pending_id} does not wait any more.", code="approval_gone")
+    return HttpError(409, f"The request {pending_id} does not wait any more.", code="approval_gone")

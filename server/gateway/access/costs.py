@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import msgspec
 
 from server import api
-from server.errors import BadRequest
+from server.errors import HttpError
 from server.gateway.wire.bodies import Usage, size_of, within
 
 Field = msgspec.Raw | msgspec.UnsetType
@@ -187,7 +187,7 @@ def _number(value: Field) -> int:
 
 
 def bounded(asked: Asked, route: str, bound: int, body: bytes) -> bytes:
-    """The body for a key that may have `bound` tokens an answer. Raises BadRequest."""
+    """The body for a key that may have `bound` tokens an answer. Raises HttpError (400)."""
     found = _FIELDS.get(route)
     if found is None:
         return body
@@ -200,17 +200,17 @@ def bounded(asked: Asked, route: str, bound: int, body: bytes) -> bytes:
         return body
     if nested is not None:  # what is written in at the end would stand beside it
         message = f"This key may ask for {bound} tokens an answer at most: send {names[0]} in {nested}."
-        raise BadRequest(message, code="max_output_exceeded", param=nested)
+        raise HttpError(400, message, code="max_output_exceeded", param=nested)
     return _with(body, names[0], bound)
 
 
 def _check(name: str, value: Field, bound: int) -> None:
     most = _integer(value)
     if most is None:
-        raise BadRequest(f"{name}: send a whole number.", code="invalid_parameter", param=name)
+        raise HttpError(400, f"{name}: send a whole number.", code="invalid_parameter", param=name)
     if most > bound:
         message = f"{name}: this key may ask for {bound} tokens an answer at most."
-        raise BadRequest(message, code="max_output_exceeded", param=name)
+        raise HttpError(400, message, code="max_output_exceeded", param=name)
 
 
 def _with(body: bytes, name: str, value: int) -> bytes:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.errors import ConfigError, Conflict, NotFound
+from server.errors import ConfigError, HttpError
 from server.files import write_new_file
 from server.gateway.access.keys import KeyRing, Principal
 from server.gateway.access.records import (
@@ -264,7 +264,7 @@ class KeyStore:
         return sorted(records, key=lambda record: (record.created_at, record.id))
 
     async def one(self, key_id: str) -> KeyRecord:
-        """Raises NotFound, StoreError."""
+        """Raises HttpError (404), StoreError."""
         return (await self._found(key_id))[0]
 
     async def create(self, new: NewKey, by: By) -> tuple[KeyRecord, str]:
@@ -282,23 +282,23 @@ class KeyStore:
     async def change(
         self, key_id: str, change: Callable[[KeyRecord], KeyRecord], by: By, action: Action = "key_change"
     ) -> KeyRecord:
-        """Applies `change` to a record that is not revoked. Raises NotFound, Conflict, StoreError."""
+        """Applies `change` to a record that is not revoked. Raises HttpError (404, 409), StoreError."""
         for _ in range(ATTEMPTS):
             record, revision = await self._found(key_id)
             if record.revoked_at is not None:
-                raise Conflict(f"Key {key_id} was revoked, for good; make a new one.", code="key_revoked")
+                raise HttpError(409, f"Key {key_id} was revoked, for good; make a new one.", code="key_revoked")
             changed = change(record)
             with contextlib.suppress(StoreConflict):
                 await self._write(changed, revision, _told(action, changed, by, record))
                 log.info("key %s (%s) was changed, it is %s", key_id, changed.name, changed.standing(time.time()))
                 return changed
-        raise Conflict(f"Key {key_id} is being changed by others; try again.", code="key_busy")
+        raise HttpError(409, f"Key {key_id} is being changed by others; try again.", code="key_busy")
 
     async def forget(self, key_id: str, by: By) -> KeyRecord:
-        """Removes the record of a revoked key. Raises NotFound, Conflict (it is not revoked), StoreError."""
+        """Removes the record of a revoked key. Raises HttpError (404; 409 when it is not revoked), StoreError."""
         record, revision = await self._found(key_id)
         if record.revoked_at is None:
-            raise Conflict(f"Key {key_id} works; revoke it before its record is removed.", code="key_not_revoked")
+            raise HttpError(409, f"Key {key_id} works; revoke it before its record is removed.", code="key_not_revoked")
         key = KEYS_PREFIX + key_id
         entry = _told("key_forget", record, by)
         await append(self._store, {key: revision}, {key: None, **_closing(record)}, entry)
@@ -306,13 +306,13 @@ class KeyStore:
         return record
 
     async def open(self, by: By) -> None:
-        """From now on inference asks for no key, until one is made. Raises Conflict, StoreError.
+        """From now on inference asks for no key, until one is made. Raises HttpError (409), StoreError.
 
         Only where no key works: else limits and owners would be gone in silence.
         """
         if self._ring.required:
             advice = "start it without --require-key and --api-key-file first."
-            raise Conflict(f"This gateway asks for a key in any case; {advice}", code="key_required")
+            raise HttpError(409, f"This gateway asks for a key in any case; {advice}", code="key_required")
         for _ in range(ATTEMPTS):
             found = await self._store.get(DOOR)
             expected = found.mod_revision if found is not None else MISSING
@@ -321,14 +321,14 @@ class KeyStore:
             if left:
                 named = ", ".join(f"{record.id} ({record.name})" for record in left[:3])
                 which = f"{len(left)} for inference: {named}{', ...' if len(left) > 3 else ''}"
-                raise Conflict(f"There are keys, {which}; revoke them first.", code="keys_in_use")
+                raise HttpError(409, f"There are keys, {which}; revoke them first.", code="keys_in_use")
             with contextlib.suppress(StoreConflict):
                 door = DoorRecord(open=True, since=time.time())
                 entry = LedgerEntry("inference_open", by.who, reason=by.reason)
                 self._took(await append(self._store, {DOOR: expected}, {DOOR: door.to_json()}, entry), door)
                 log.warning("inference was opened: it asks for no key until one is made")
                 return
-        raise Conflict("Keys are being made at the same time; try again.", code="key_busy")
+        raise HttpError(409, "Keys are being made at the same time; try again.", code="key_busy")
 
     async def _write(self, record: KeyRecord, expected: int, entry: LedgerEntry) -> None:
         """In force in this gateway when it returns, in the others when they hear of it. Raises StoreConflict."""
@@ -357,7 +357,7 @@ class KeyStore:
     async def _found(self, key_id: str) -> tuple[KeyRecord, int]:
         kv = await self._store.get(KEYS_PREFIX + key_id)
         if kv is None:
-            raise NotFound(f"There is no key {key_id!r}; `hotswap keys list` shows all.", code="unknown_key")
+            raise HttpError(404, f"There is no key {key_id!r}; `hotswap keys list` shows all.", code="unknown_key")
         return _read(kv), kv.mod_revision
 
 

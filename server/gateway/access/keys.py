@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from server.errors import Forbidden, Unauthorized, Unavailable
+from server.errors import HttpError
 from server.gateway.access.records import INFER, DoorRecord, KeyRecord, granted
 from server.key_limits import KeyLimits
 
@@ -95,7 +95,7 @@ class KeyRing:
         self._keys = self._records | self._files
 
     def authorize(self, key: bytes | None, scope: str) -> Principal:
-        """The principal of `key` if it has `scope`. Raises Unauthorized (401), Forbidden (403) or Unavailable (503)."""
+        """The principal of `key` if it has `scope`. Raises HttpError (401, 403, 503)."""
         if self._open and scope == INFER:
             return ANONYMOUS
         if not key:
@@ -105,7 +105,7 @@ class KeyRing:
         if principal is None:
             raise self._not_working(digest)
         if principal.until is not None and principal.until <= time.time():
-            raise Unauthorized("This key has expired; ask the operator for a new one.", code="expired_api_key")
+            raise HttpError(401, "This key has expired; ask the operator for a new one.", code="expired_api_key")
         if scope not in principal.scopes:
             raise lacking(scope)
         return principal
@@ -115,23 +115,23 @@ class KeyRing:
         digest = hashlib.sha256(key).digest()
         return digest in self._keys or digest in self._barred
 
-    def _not_working(self, digest: bytes) -> Unauthorized | Unavailable:
+    def _not_working(self, digest: bytes) -> HttpError:
         why = self._barred.get(digest)
         if why is not None:
-            return Unauthorized(f"This key was {why}; ask the operator for another.", code="revoked_api_key")
+            return HttpError(401, f"This key was {why}; ask the operator for another.", code="revoked_api_key")
         unknown = "This key is not known here; check it, or ask the operator for one."
         return self._unknown(unknown, code="invalid_api_key")
 
-    def _unknown(self, message: str, *, code: str) -> Unauthorized | Unavailable:
+    def _unknown(self, message: str, *, code: str) -> HttpError:
         if not self._known:
-            return Unavailable("The keys have not been read from the store yet; try again.", code="keys_unknown")
-        return Unauthorized(message, code=code)
+            return HttpError(503, "The keys have not been read from the store yet; try again.", code="keys_unknown")
+        return HttpError(401, message, code=code)
 
 
-def lacking(scope: str) -> Forbidden:
+def lacking(scope: str) -> HttpError:
     """The answer to a good credential that may do less than `scope`."""
     what = f"the scope {scope!r}" if scope == INFER else f"the role {scope!r}"
-    return Forbidden(f"This key may not do that; it lacks {what}.")
+    return HttpError(403, f"This key may not do that; it lacks {what}.")
 
 
 def _working(record: KeyRecord) -> Iterator[tuple[bytes, Principal]]:

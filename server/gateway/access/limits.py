@@ -20,7 +20,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
-from server.errors import BadRequest, TooManyRequests
+from server.errors import HttpError
 from server.gateway.access.costs import Asked, Cost, bounded, reckon
 from server.gateway.access.keys import Principal
 from server.gateway.wire.bodies import Usage
@@ -215,18 +215,6 @@ _UNBOUNDED: Final = 1 << 62
 _COUNTED: Final = sorted((one for one in LIMITS.items() if one[1].counts), key=lambda one: one[1].units is not None)
 
 
-class RateLimited(TooManyRequests):
-    """A key is at one of its limits; the code says at which, and Retry-After when it is worth another try."""
-
-    type = "rate_limit_exceeded"
-
-
-class QuotaSpent(RateLimited):
-    """A key has used up its budget of the month."""
-
-    type = "insufficient_quota"
-
-
 class Counts(Protocol):
     """The counters of refusals."""
 
@@ -334,7 +322,7 @@ def _period(quota: Quota) -> str:
     return "month" if isinstance(quota, Month) else "minute"
 
 
-def _spent(quota: Month) -> QuotaSpent:
+def _spent(quota: Month) -> HttpError:
     """OpenAI's answer, and when it is worth another try."""
     resets_at = datetime.fromtimestamp(quota.until, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     message = (
@@ -342,7 +330,8 @@ def _spent(quota: Month) -> QuotaSpent:
         f"The budget resets at {resets_at}."
     )
     details = {"resets_at": resets_at, "remaining": quota.remaining()}
-    return QuotaSpent(message, code="insufficient_quota", retry_after_s=quota.seconds_left(), details=details)
+    kind, wait = "insufficient_quota", quota.seconds_left()
+    return HttpError(429, message, code="insufficient_quota", kind=kind, retry_after_s=wait, details=details)
 
 
 class Limits:
@@ -372,7 +361,7 @@ class Limits:
         return meter.head()
 
     def admit(self, principal: Principal, asked: Asked, route: str, body: bytes) -> Grant | None:
-        """Takes what the request needs, or nothing. None: nothing is limited. Raises RateLimited, BadRequest."""
+        """Takes what the request needs, or nothing. None: nothing is limited. Raises HttpError (400, 429)."""
         limits = principal.limits
         if limits is None:
             return None
@@ -415,13 +404,14 @@ class Limits:
     def _check_possible(self, quota: Quota, needed: int) -> None:
         if needed > quota.limit:
             self._hits[quota.name] += 1
-            raise BadRequest(
+            raise HttpError(
+                400,
                 f"This request may take {needed} {quota.name}, and its key {quota.limit} a {_period(quota)}: send "
                 "a shorter prompt, fewer prompts, or a lower bound on the answers.",
                 code="request_over_limit",
             )
 
-    def _over(self, quota: Quota, needed: int) -> RateLimited:
+    def _over(self, quota: Quota, needed: int) -> HttpError:
         self._hits[quota.name] += 1
         if isinstance(quota, Month):
             return _spent(quota)
@@ -434,12 +424,12 @@ class Limits:
             wait = 1  # a request ends at any moment; or other gateways are about to give what they do not use
         per = f"{quota.name} a minute" if isinstance(quota, Window) else "at one time"
         message = f"This key may use {quota.limit} {per}, and does; try again in {wait} s."
-        return RateLimited(message, code=f"{quota.name}_limit", retry_after_s=wait)
+        return HttpError(429, message, code=f"{quota.name}_limit", kind="rate_limit_exceeded", retry_after_s=wait)
 
     def _bounded(self, asked: Asked, route: str, bound: int, body: bytes) -> bytes:
         try:
             return bounded(asked, route, bound, body)
-        except BadRequest:
+        except HttpError:
             self._hits["max_output"] += 1
             raise
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from server.errors import ConfigError, Forbidden, Unauthorized, Unavailable
+from server.errors import ConfigError, HttpError
 from server.gateway.access.keys import KeyRing, Principal, lacking
 from server.gateway.access.records import granted
 from server.gateway.config import OidcSettings
@@ -49,7 +49,7 @@ class AdminAccess:
         self._tokens = Tokens(settings) if settings.issuer is not None else None
 
     async def authorize(self, credential: bytes | None, role: str) -> Principal:
-        """The owner, who has `role`. Raises Unauthorized, Forbidden, Unavailable."""
+        """The owner, who has `role`. Raises HttpError (401, 403, 503)."""
         if self._tokens is None or not credential or credential.count(b".") != 2 or self._keys.knows(credential):
             return self._keys.authorize(credential, role)
         principal = await self._tokens.principal(credential)
@@ -76,14 +76,15 @@ class Tokens:
             raise ConfigError(f"--oidc-ca {settings.ca_file}: cannot be used ({error}); name a PEM file.") from error
 
     async def principal(self, token: bytes) -> Principal:
-        """The owner of the token. Raises Unauthorized, Forbidden, Unavailable."""
+        """The owner of the token. Raises HttpError (401, 403, 503)."""
         claims = await self._claims(token)
         subject = claims["sub"]
         if not subject or len(subject) > 256 or not subject.isprintable():
             raise _refused("its subject is no printable name", code="invalid_token")
         roles = {self._settings.mapping[value] for value in self._values(claims) if value in self._settings.mapping}
         if not roles:
-            raise Forbidden(
+            raise HttpError(
+                403,
                 f"This token gives no role here: its claim {self._settings.claim!r} has none of the values that "
                 "--oidc-role names.",
                 code="no_role",
@@ -140,7 +141,7 @@ class Tokens:
             yield from (value for value in found if isinstance(value, str))
 
     async def _key(self, kid: object, algorithm: str) -> jwt.PyJWK:
-        """The key a token names; if it names none, the only one. Raises Unauthorized, Unavailable."""
+        """The key a token names; if it names none, the only one. Raises HttpError (401, 503)."""
         now = time.monotonic()
         if now - self._fetched > KEYS_S or not self._fits(kid):
             await self._fetch_unless_since(now)
@@ -162,7 +163,8 @@ class Tokens:
                 self._tried = time.monotonic()
                 await self._fetch()
         if time.monotonic() - self._fetched > STALE_S:
-            raise Unavailable(
+            raise HttpError(
+                503,
                 "The issuer's keys cannot be read, so tokens cannot be checked; use a key, or try again.",
                 code="oidc_unavailable",
             )
@@ -220,5 +222,5 @@ def _usable(document: Mapping[str, Any]) -> Iterator[tuple[str, jwt.PyJWK]]:
             log.warning("ignoring a key of the issuer: %s", error)
 
 
-def _refused(why: str, *, code: str) -> Unauthorized:
-    return Unauthorized(f"This token is refused: {why}.", code=code)
+def _refused(why: str, *, code: str) -> HttpError:
+    return HttpError(401, f"This token is refused: {why}.", code=code)

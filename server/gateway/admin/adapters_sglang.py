@@ -17,7 +17,7 @@ from fastapi import APIRouter, Body, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict
 
-from server.errors import BadRequest, Conflict, Unsupported
+from server.errors import HttpError
 from server.gateway.admin.publishing import Publication, WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
     LoadAdapter,
@@ -100,9 +100,9 @@ async def update_from_disk(model: ModelDep, by: ByDep, body: FromDisk) -> dict[s
     """Publishes the checkpoint in `model_path` and swaps it in."""
     _check(body)
     if body.load_format not in (None, "auto", "safetensors"):
-        raise Unsupported(f"load_format {body.load_format!r}: only safetensors are read.", code="bad_load_format")
+        raise HttpError(501, f"load_format {body.load_format!r}: only safetensors are read.", code="bad_load_format")
     if body.keep_pause or body.manifest is not None:
-        raise Unsupported("`keep_pause` and `manifest` are not understood here; leave them out.", code="unsupported")
+        raise HttpError(501, "`keep_pause` and `manifest` are not understood here; leave them out.", code="unsupported")
     await pauses(model).renew_all(FAMILY)
     label = body.weight_version or (str(body.token_step) if body.token_step else None)
     report = await publish(model, Publication.model_construct(path=body.model_path), by, label)
@@ -144,7 +144,7 @@ async def end(model: ModelDep, by: ByDep, _: Annotated[dict[str, Any] | None, Bo
     """Publishes the buckets of the session and swaps them in. A session without buckets changes nothing."""
     draft = model.updates.find(FAMILY)
     if draft is None or not draft.session:
-        raise Conflict("No session of weights is open: call /begin_weight_update first.", code="no_update")
+        raise HttpError(409, "No session of weights is open: call /begin_weight_update first.", code="no_update")
     await pauses(model).renew_all(FAMILY)
     update = model.updates.take(FAMILY)
     if not update.names:
@@ -168,7 +168,8 @@ async def update_from_tensor(model: ModelDep, by: ByDep, body: FromTensor) -> di
     draft = _round(model, body.weight_version)
     if schema is None and not draft.session:
         model.updates.drop()
-        raise Conflict(
+        raise HttpError(
+            409,
             "There is no version yet to compare with: begin with /begin_weight_update, or publish a checkpoint first.",
             code="no_model",
         )
@@ -196,8 +197,8 @@ async def pause(model: ModelDep, body: Pause | None = None) -> dict[str, Any]:
 
 @router.post("/continue_generation")
 async def proceed(model: ModelDep, _: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
-    """Ends every pause that came by these routes. Raises Conflict when an update was left incomplete: generation goes
-    on with the weights there were."""
+    """Ends every pause that came by these routes. Raises HttpError (409) when an update was left incomplete: generation
+    goes on with the weights there were."""
     await pauses(model).end_all(FAMILY)
     draft = model.updates.find(FAMILY)
     if draft is not None:
@@ -219,7 +220,7 @@ async def flush_cache() -> PlainTextResponse:
 @router.get("/get_model_info")
 @router.get("/model_info")
 async def model_info(model: ModelDep) -> dict[str, Any]:
-    """The model that is served. Raises Unavailable when none is."""
+    """The model that is served. Raises HttpError (503) when none is."""
     record = next((i.record for i in model.fleet.serving), None)
     if record is None:
         raise model.fleet.unavailable()
@@ -257,7 +258,8 @@ async def update_weight_version(
     """A version's number comes with its weights; naming the one that serves changes nothing. vLLM has the verb too."""
     version = await active_version(model)
     if new_version != str(version):
-        raise Conflict(
+        raise HttpError(
+            409,
             f"Version {version} serves, and its number comes with its weights: it cannot be renamed {new_version!r}.",
             code="label_follows_weights",
         )
@@ -280,7 +282,7 @@ async def _add(model: Model, draft: WeightUpdate, bucket: str, room_for: int | N
     next, and is refused in a session."""
     try:
         await draft.add(bucket, room_for)
-    except Conflict as conflict:
+    except HttpError as conflict:
         if conflict.code != "duplicate_tensor" or draft.session:
             raise
         model.updates.drop()
@@ -297,7 +299,8 @@ def _success(report: dict[str, Any]) -> dict[str, Any]:
 
 def _check(body: Update) -> None:
     if body.abort_all_requests:
-        raise BadRequest(
+        raise HttpError(
+            400,
             "A swap does not end requests: leave out `abort_all_requests`, and send the requests that it should end "
             "with the header x-hotswap-policy: abort.",
             code="abort_unsupported",
@@ -310,8 +313,9 @@ def _check_selector(body: Begin) -> None:
         raise refused("draft_unsupported")
 
 
-def _incomplete(state: str, update: WeightUpdate, missing: int) -> Conflict:
-    return Conflict(
+def _incomplete(state: str, update: WeightUpdate, missing: int) -> HttpError:
+    return HttpError(
+        409,
         f"{state}: the update was given up with {len(update.names)} tensors, {missing} missing. Send every tensor of "
         "the model.",
         code="incomplete_update",

@@ -21,7 +21,7 @@ import msgspec
 from fastapi import APIRouter, Body, Query
 from fastapi.responses import PlainTextResponse
 
-from server.errors import BadRequest, Conflict, HttpError, Unavailable
+from server.errors import HttpError
 from server.gateway.admin.adapters_sglang import model_info
 from server.gateway.admin.publishing import Publication, WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
@@ -95,7 +95,7 @@ async def update(
         raise _unknown("update_info", {"weight_dir": weight_dir} if weight_dir is not None else {})
     draft = model.updates.find(FAMILY)
     if draft is None:
-        raise Conflict("No weight update is under way here: call start_weight_update first.", code="no_update")
+        raise HttpError(409, "No weight update is under way here: call start_weight_update first.", code="no_update")
     for info in update_info if isinstance(update_info, list) else [update_info]:
         await _collect(model, draft, info)
     await pauses(model).renew_all(FAMILY)
@@ -243,7 +243,8 @@ async def _collect(model: Model, draft: WeightUpdate, info: dict[str, Any]) -> N
 
 
 def _unknown(field: str, info: dict[str, Any]) -> HttpError:
-    return BadRequest(
+    return HttpError(
+        400,
         f"{field} with {', '.join(sorted(info)) or 'nothing'} is not understood here; update_info takes "
         "`checkpoint_path` (an absolute path on the gateway's host) or `safetensors` (base64), init_info nothing.",
         code="invalid_parameter",

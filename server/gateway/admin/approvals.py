@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import Conflict
+from server.errors import HttpError
 from server.gateway.access.approvals import Guarded, PendingRecord, PolicyRecord, gone
 from server.gateway.access.keys import lacking
 from server.gateway.access.records import ADMIN, By
@@ -55,7 +55,7 @@ async def put_policy(model: ModelDep, by: ByDep, body: Policy, response: Respons
     try:
         await model.approvals.put_policy(new, by)
     except StoreConflict:
-        raise Conflict("Somebody else is changing the policy; look at it again.", code="policy_busy") from None
+        raise HttpError(409, "Somebody else is changing the policy; look at it again.", code="policy_busy") from None
     return asdict(new)
 
 

@@ -8,91 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from server.errors import (
-    BadRequest,
-    Conflict,
-    HttpError,
-    InsufficientStorage,
-    NotFound,
-    Unavailable,
-    Unprocessable,
-    UpstreamTimeout,
-)
+from server.errors import HttpError
 from weightsync.errors import CODES, WeightSyncError
 
-STATUS: dict[str, type[HttpError]] = {
-    "store_unavailable": Unavailable,
-    "store_refused": Unavailable,
-    "store_lost": Unavailable,
-    "store_closed": Unavailable,
-    "ray_unavailable": Unavailable,
-    "conflict": Conflict,
-    "lease_lost": Unavailable,
-    "watch_compacted": Unavailable,
-    "record_error": HttpError,
-    "record_refused": BadRequest,
-    "arena_unavailable": InsufficientStorage,
-    "arena_full": InsufficientStorage,
-    "slot_busy": Conflict,
-    "layout_pool_error": HttpError,
-    "manifest_error": Unprocessable,
-    "missing_tensor": Unprocessable,
-    "unexpected_tensor": Unprocessable,
-    "shape_mismatch": Unprocessable,
-    "dtype_mismatch": Unprocessable,
-    "digest_mismatch": Unprocessable,
-    "unsupported_dtype": Unprocessable,
-    "quantization_error": Unprocessable,
-    "unsupported_vllm": HttpError,
-    "tether_failed": HttpError,
-    "not_finite": Unprocessable,
-    "checksum_mismatch": Unprocessable,
-    "parts_mismatch": Unprocessable,
-    "config_mismatch": Unprocessable,
-    "part_not_served": Unprocessable,
-    "adapter_refused": HttpError,
-    "checkpoint_error": BadRequest,
-    "delta_error": Unprocessable,
-    "unknown_base": Conflict,
-    "remote_error": HttpError,
-    "publish_error": HttpError,
-    "bad_part": Unprocessable,
-    "unknown_model": NotFound,
-    "stale_publisher": Conflict,
-    "draft_lost": Unavailable,
-    "draft_closed": Conflict,
-    "swap_aborted": Conflict,
-    "swap_timeout": UpstreamTimeout,
-    "staging_cancelled": Conflict,
-    "fingerprint_mismatch": Conflict,
-    "bad_split": BadRequest,
-    "not_enough_instances": Conflict,
-    "unknown_version": NotFound,
-    "transport_unavailable": Unavailable,
-    "peer_unreachable": Unavailable,
-    "transfer_failed": Unavailable,
-    "transfer_timed_out": UpstreamTimeout,
-    "bad_bitmap": HttpError,
-    "chunk_mismatch": HttpError,
-    "copy_unavailable": Unavailable,
-    "share_lost": HttpError,
-    "no_holder": HttpError,
-    "peer_refused": Unavailable,
-    "host_name": HttpError,
-    "tls_unavailable": HttpError,
-    "bucket_error": BadRequest,
-    "bucket_unavailable": Unavailable,
-    "bucket_taken": Conflict,
-    "version_needed": Conflict,
-    "bucket_damaged": Unprocessable,
-    "version_gone": NotFound,
-    "persist_error": Unavailable,
-    "signing_key_error": BadRequest,
-    "version_refused": Unprocessable,
-    "ledger_unavailable": Unavailable,
-    "persist_full": InsufficientStorage,
-    "version_lost": Conflict,
-}
+_CODES = {
+    400: "record_refused checkpoint_error bad_split bucket_error signing_key_error",
+    404: "unknown_model unknown_version version_gone",
+    409: "conflict slot_busy unknown_base stale_publisher draft_closed swap_aborted staging_cancelled "
+         "fingerprint_mismatch not_enough_instances bucket_taken version_needed version_lost",
+    422: "manifest_error missing_tensor unexpected_tensor shape_mismatch dtype_mismatch digest_mismatch "
+         "unsupported_dtype quantization_error not_finite checksum_mismatch parts_mismatch config_mismatch "
+         "part_not_served delta_error bad_part bucket_damaged version_refused",
+    500: "record_error layout_pool_error unsupported_vllm tether_failed adapter_refused remote_error "
+         "publish_error bad_bitmap chunk_mismatch share_lost no_holder host_name tls_unavailable",
+    503: "store_unavailable store_refused store_lost store_closed ray_unavailable lease_lost watch_compacted "
+         "draft_lost transport_unavailable peer_unreachable transfer_failed copy_unavailable peer_refused "
+         "bucket_unavailable persist_error ledger_unavailable",
+    504: "swap_timeout transfer_timed_out",
+    507: "arena_unavailable arena_full persist_full",
+}  # fmt: skip
+STATUS = {code: status for status, codes in _CODES.items() for code in codes.split()}
 # Attributes of the errors that a program may want to read, beside the message that says what to do.
 DETAILS = ("tensor", "expected", "got", "version", "reason", "file", "needed", "have", "free")
 
@@ -105,15 +40,13 @@ def to_http(error: WeightSyncError) -> HttpError:
 def from_fields(fields: Mapping[str, Any]) -> HttpError:
     """The answer to an error in its JSON form: `code`, `message` and any of DETAILS."""
     code = str(fields.get("code", "weightsync_error"))
-    kind = STATUS.get(code, HttpError)
+    status = STATUS.get(code, 500)
     details = {name: fields[name] for name in DETAILS if fields.get(name) is not None}
     message = str(fields.get("message", "The checkpoint engine failed without saying why; see the gateway's log."))
-    if kind is Unavailable:
-        return Unavailable(message, code=code, retry_after_s=1, **details)
-    return kind(message, code=code, details=details)
+    return HttpError(status, message, code=code, details=details)
 
 
 def table() -> str:
     """docs/errors.md has it."""
-    rows = (f"| `{code}` | {STATUS[code].status} | {' | '.join(CODES[code])} |" for code in sorted(STATUS))
+    rows = (f"| `{code}` | {STATUS[code]} | {' | '.join(CODES[code])} |" for code in sorted(STATUS))
     return "\n".join(("| `code` | status | meaning | what to do |", "|---|---|---|---|", *rows))

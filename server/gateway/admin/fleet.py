@@ -25,7 +25,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import NotFound
+from server.errors import HttpError
 from server.gateway.deps import ModelDep
 from server.gateway.fleet.instance import FIELDS, Instance
 from server.gateway.models.model import Model
@@ -75,9 +75,9 @@ async def _record(model: Model, instance_id: str) -> InstanceRecord:
     return InstanceRecord.from_json(found.value)
 
 
-def _unknown(model: Model, instance_id: str) -> NotFound:
+def _unknown(model: Model, instance_id: str) -> HttpError:
     known = ", ".join(sorted(model.fleet.instances)) or "none"
-    return NotFound(f"No instance {instance_id!r} is registered (there are: {known}).", code="unknown_instance")
+    return HttpError(404, f"No instance {instance_id!r} is registered (there are: {known}).", code="unknown_instance")
 
 
 async def _forget_gone(model: Model) -> None:
@@ -160,7 +160,7 @@ async def wake(model: ModelDep, instance_id: InstanceId, body: Wake | None = Non
 
 
 async def _check_known(model: Model, instance_id: str) -> None:
-    """Raises NotFound for one that neither serves nor sleeps nor is ordered to."""
+    """Raises HttpError (404) for one that neither serves nor sleeps nor is ordered to."""
     keys = Keys(model.name)
     for key in (keys.instance(instance_id), sleepers(keys) + instance_id, orders(keys) + instance_id):
         if await model.store.get(key) is not None:
@@ -207,7 +207,7 @@ class PauseLeases:
         return record
 
     async def renew(self, pause_id: str) -> PauseRecord:
-        """Its time to live begins anew. Raises NotFound when it is over."""
+        """Its time to live begins anew. Raises HttpError (404) when it is over."""
         found = await self._find(pause_id)
         try:
             await self._store.keep_alive(found.lease or 0)
@@ -216,7 +216,7 @@ class PauseLeases:
         return PauseRecord.from_json(found.value)
 
     async def end(self, pause_id: str) -> None:
-        """Generation goes on, as far as this pause is concerned. Raises NotFound when it is over already."""
+        """Generation goes on, as far as this pause is concerned. Raises HttpError (404) when it is over already."""
         await self._end(await self._find(pause_id))
 
     async def end_all(self, requested_by: str) -> int:
@@ -232,7 +232,7 @@ class PauseLeases:
             if record.requested_by == requested_by:
                 try:
                     await self.renew(record.id)
-                except NotFound:
+                except HttpError:
                     continue
 
     async def holding(self) -> list[PauseRecord]:
@@ -254,8 +254,8 @@ class PauseLeases:
             await self._store.revoke(kv.lease)
 
 
-def _over(pause_id: str) -> NotFound:
-    return NotFound(f"The pause {pause_id} is over, and generation goes on; pause again.", code="unknown_pause")
+def _over(pause_id: str) -> HttpError:
+    return HttpError(404, f"The pause {pause_id} is over, and generation goes on; pause again.", code="unknown_pause")
 
 
 class Pause(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from server.errors import BadRequest
+from server.errors import HttpError
 from server.gateway.access.key_sources import NewKey
 from server.gateway.access.records import INFER, KeyRecord, Scope
 from server.gateway.deps import ByDep, GatewayDep
@@ -53,11 +53,13 @@ class Expiry(BaseModel):
     expires_in_s: Annotated[float | None, Field(gt=0, le=MAX_LIFE_S)] = None
 
     def moment(self) -> float | None:
-        """Unix seconds. Raises BadRequest."""
+        """Unix seconds. Raises HttpError (400)."""
         if self.expires_in_s is None:
             return self.expires_at
         if self.expires_at is not None:
-            raise BadRequest("Send one of expires_at and expires_in_s.", code="invalid_parameter", param="expires_at")
+            raise HttpError(
+                400, "Send one of expires_at and expires_in_s.", code="invalid_parameter", param="expires_at"
+            )
         return time.time() + self.expires_in_s
 
 
@@ -114,7 +116,7 @@ async def create_key(gateway: GatewayDep, by: ByDep, body: Create, response: Res
     """Makes a key, and shows it this once."""
     expires_at = body.moment()
     if expires_at is not None and expires_at <= time.time():
-        raise BadRequest("expires_at is over already.", code="invalid_parameter", param="expires_at")
+        raise HttpError(400, "expires_at is over already.", code="invalid_parameter", param="expires_at")
     new = NewKey(
         body.name, _scopes(body.scopes), expires_at, body.limits.on(KeyLimits()), body.collect, _models(body.models)
     )

@@ -35,16 +35,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import (
-    BadRequest,
-    ConfigError,
-    Conflict,
-    Forbidden,
-    HttpError,
-    PayloadTooLarge,
-    Unprocessable,
-    UpstreamTimeout,
-)
+from server.errors import ConfigError, HttpError
 from server.gateway.access.records import By
 from server.gateway.admin.error_map import from_fields
 from server.gateway.config import GatewayConfig
@@ -125,7 +116,7 @@ class Pusher:
         try:
             key_file = self._config.named.find("--sign-key", what.sign_key) if what.sign_key else ""
         except ConfigError as error:
-            raise BadRequest(str(error), code="unknown_sign_key", param="sign_key") from error
+            raise HttpError(400, str(error), code="unknown_sign_key", param="sign_key") from error
         if by is not None and not by.admin and not collected:
             named = await asyncio.to_thread(self._permitted, named)
 
@@ -142,7 +133,7 @@ class Pusher:
         return await self.keep(self._push((*noted, *main), version_only))
 
     def _permitted(self, named: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The paths without symbolic links, so that what is read is what was looked at. Raises Forbidden."""
+        """The paths without symbolic links, so that what is read is what was looked at. Raises HttpError (403)."""
         homes = [os.path.realpath(directory) for directory in self._config.checkpoints]
         found = [(name, os.path.realpath(where)) for name, where in named]
         if not all(any(Path(where).is_relative_to(home) for home in homes) for _, where in found):
@@ -150,7 +141,7 @@ class Pusher:
                 "A key below `admin` names checkpoints in the gateway's --checkpoints directories alone; add the "
                 "directory there, send the tensors themselves, or use the admin key."
             )
-            raise Forbidden(message, code="path_not_allowed", param="path")
+            raise HttpError(403, message, code="path_not_allowed", param="path")
         return found
 
     async def prepare(self, file: BinaryIO, upload_id: str, by: By | None = None, onto: int | None = None) -> Prepared:
@@ -245,10 +236,10 @@ class Pusher:
             await asyncio.wait({answering, stalled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done() and stalled.done():
                 what = f"Publishing made no progress for {STALLED_S:g} s and was ended; nothing was published."
-                raise UpstreamTimeout(what, code="push_stalled")
+                raise HttpError(504, what, code="push_stalled")
             if not answering.done():
                 what = f"Publishing took over {timeout_s:g} s and was ended; nothing was published."
-                raise UpstreamTimeout(what, code="push_timeout")
+                raise HttpError(504, what, code="push_timeout")
             out, err = answering.result()
         finally:
             stalled.cancel()
@@ -333,13 +324,13 @@ def _times(stat: Path) -> list[bytes]:
 
 
 def _check_path(path: str) -> None:
-    """Raises BadRequest for what can be no absolute path."""
+    """Raises HttpError (400) for what can be no absolute path."""
     try:
         good = Path(path).is_absolute() and "\0" not in path and len(os.fsencode(path)) <= MOST_PATH
     except UnicodeEncodeError:
         good = False
     if not good:
-        raise BadRequest("`path` must be an absolute path on the gateway's host.", code="bad_path", param="path")
+        raise HttpError(400, "`path` must be an absolute path on the gateway's host.", code="bad_path", param="path")
 
 
 def _answer_of(status: int | None, out: bytes, err: bytes) -> dict[str, Any]:
@@ -350,7 +341,7 @@ def _answer_of(status: int | None, out: bytes, err: bytes) -> dict[str, Any]:
     if isinstance(answer.get("error"), dict):
         raise from_fields(answer["error"])
     log.error("weightsync.push ended with status %s: %s", status, err.decode(errors="replace")[-2000:])
-    raise HttpError(f"Publishing failed (status {status}); the gateway's log has its output.", code="push_failed")
+    raise HttpError(500, f"Publishing failed (status {status}); the gateway's log has its output.", code="push_failed")
 
 
 def _last_json(output: bytes) -> dict[str, Any]:
@@ -392,10 +383,10 @@ class WeightUpdate:
     def use(self, checkpoint: str) -> None:
         """A checkpoint directory or file on the gateway's host; it is all of the update. Raises HttpError."""
         if not Path(checkpoint).is_absolute():
-            raise BadRequest("The checkpoint must be an absolute path on the gateway's host.", code="bad_path")
+            raise HttpError(400, "The checkpoint must be an absolute path on the gateway's host.", code="bad_path")
         if self._files or self._checkpoint not in (None, Path(checkpoint)):
-            raise Conflict(
-                "This update has other weights already; a checkpoint must be all of one.", code="mixed_update"
+            raise HttpError(
+                409, "This update has other weights already; a checkpoint must be all of one.", code="mixed_update"
             )
         self._checkpoint = Path(checkpoint)
 
@@ -405,9 +396,11 @@ class WeightUpdate:
         The same bytes once more change nothing: a trainer may repeat a request whose answer it lost.
         """
         if self._checkpoint is not None:
-            raise Conflict("This update is a checkpoint already; it cannot have tensors besides.", code="mixed_update")
+            raise HttpError(
+                409, "This update is a checkpoint already; it cannot have tensors besides.", code="mixed_update"
+            )
         if len(self._files) >= MAX_PARTS:
-            raise PayloadTooLarge(f"An update may have {MAX_PARTS} parts; send larger ones.", code="too_many_parts")
+            raise HttpError(413, f"An update may have {MAX_PARTS} parts; send larger ones.", code="too_many_parts")
         async with self._writing:
             path = await asyncio.to_thread(self._write, encoded, room)
             try:
@@ -417,11 +410,11 @@ class WeightUpdate:
                 raise
 
     def seal(self) -> Path:
-        """Where the whole of it is: a checkpoint directory or file. Raises Conflict when nothing was sent."""
+        """Where the whole of it is: a checkpoint directory or file. Raises HttpError (409) when nothing was sent."""
         if self._checkpoint is not None:
             return self._checkpoint
         if self._directory is None or not self._files:
-            raise Conflict("Nothing was sent since this update began; send weights first.", code="empty_update")
+            raise HttpError(409, "Nothing was sent since this update began; send weights first.", code="empty_update")
         home = {name: file for file, names in self._files.items() for name in names}
         (self._directory / _checkpoint().INDEX).write_bytes(orjson.dumps({"metadata": {}, "weight_map": home}))
         return self._directory
@@ -436,15 +429,15 @@ class WeightUpdate:
         try:
             data = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise BadRequest(f"This is not base64 ({error}).", code="bad_encoding") from error
+            raise HttpError(400, f"This is not base64 ({error}).", code="bad_encoding") from error
         if data[:1] == b"\x80":  # the opcode every pickle since protocol 2 begins with
             raise refused_pickle()
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         held = sum(file.stat().st_size for file in self._directory.iterdir())
         if room is not None and held + len(data) > room:
-            raise PayloadTooLarge(
-                "These are more bytes than a version of the served model has.", code="update_too_large"
+            raise HttpError(
+                413, "These are more bytes than a version of the served model has.", code="update_too_large"
             )
         with tempfile.NamedTemporaryFile(dir=self._directory, suffix=".safetensors", delete=False) as file:
             file.write(data)
@@ -456,7 +449,8 @@ class WeightUpdate:
                 path.unlink()
                 return
             if both := known & names:
-                raise Conflict(
+                raise HttpError(
+                    409,
                     f"Tensor {min(both)!r} came before, with other bytes; send each once.",
                     code="duplicate_tensor",
                     details={"tensor": min(both)},
@@ -472,12 +466,13 @@ class Updates:
         _sweep()
 
     def begin(self, family: str, label: str | None = None, *, session: bool = False) -> WeightUpdate:
-        """A new, empty one. Raises Conflict while another one is under way."""
+        """A new, empty one. Raises HttpError (409) while another one is under way."""
         before = self._current
         if before is not None:
             idle = time.monotonic() - before.touched_at
             if idle < IDLE_S:
-                raise Conflict(
+                raise HttpError(
+                    409,
                     "Another weight update is under way here; finish it, or wait: it is given up when nothing was sent "
                     f"for {IDLE_S:g} s.",
                     code="update_in_progress",
@@ -496,10 +491,10 @@ class Updates:
         return current
 
     def take(self, family: str) -> WeightUpdate:
-        """The one of this family, which is the caller's from now on. Raises Conflict when there is none."""
+        """The one of this family, which is the caller's from now on. Raises HttpError (409) when there is none."""
         current = self.find(family)
         if current is None:
-            raise Conflict("No weight update is under way here; begin one first.", code="no_update")
+            raise HttpError(409, "No weight update is under way here; begin one first.", code="no_update")
         self._current = None
         return current
 
@@ -519,9 +514,10 @@ def _sweep() -> None:
                 shutil.rmtree(left)
 
 
-def refused_pickle() -> Unprocessable:
+def refused_pickle() -> HttpError:
     """The answer to tensors in a form that runs code when it is read."""
-    return Unprocessable(
+    return HttpError(
+        422,
         "Pickled tensors are refused: reading a pickle runs the code in it. Send safetensors, base64 "
         '(SGLang: in the same field, with "load_format": "safetensors"), or the path of a checkpoint.',
         code="pickle_refused",

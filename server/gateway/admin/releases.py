@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import BadRequest, ConfigError, NotFound
+from server.errors import ConfigError, HttpError
 from server.gateway.access.approvals import ReleaseWish
 from server.gateway.admin.weights import WAITS, waits
 from server.gateway.deps import ByDep, ModelDep
@@ -116,13 +116,13 @@ def described(record: ReleaseRecord) -> dict[str, Any]:
 
 
 def checked(text: str, model: Model) -> Policy:
-    """Raises BadRequest."""
+    """Raises HttpError (400)."""
     try:
         policy = parse(text)
         check_names(policy, model.config.named)
         return policy
     except ConfigError as error:
-        raise BadRequest(str(error), code="bad_policy") from error
+        raise HttpError(400, str(error), code="bad_policy") from error
 
 
 async def _stored(model: Model, name: str) -> str | None:
@@ -130,9 +130,9 @@ async def _stored(model: Model, name: str) -> str | None:
     return found.value.decode() if found is not None else None
 
 
-def _no_policy(name: str) -> NotFound:
+def _no_policy(name: str) -> HttpError:
     stores = f"`hotswap release policies {name} --put FILE` stores one (PUT /admin/releases/policies/{name})"
-    return NotFound(f"No policy named {name!r} is stored; {stores}.", code="no_policy")
+    return HttpError(404, f"No policy named {name!r} is stored; {stores}.", code="no_policy")
 
 
 def _found(finding: Finding) -> dict[str, Any]:

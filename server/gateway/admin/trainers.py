@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, RootModel, model_validator
 
-from server.errors import BadRequest, Conflict, Unsupported
+from server.errors import HttpError
 from server.gateway.access.records import By
 from server.gateway.admin import weights
 from server.gateway.admin.fleet import MAX_TTL_S, PauseLeases
@@ -106,7 +106,7 @@ async def publish(
         swap = await weights.swap_in(model, version, SwapOptions(), by)
         if "pending" in swap:
             asked = f"It is published; `hotswap approve {swap['pending']['id']}` by somebody else swaps it in"
-            raise Conflict(f"Version {version} waits. {asked}.", code="approval_required", details=swap)
+            raise HttpError(409, f"Version {version} waits. {asked}.", code="approval_required", details=swap)
         return {"version": version, "swap": swap}
 
     return await model.pusher.push(what, then, by, step=_step(label), collected=collected)
@@ -142,20 +142,21 @@ def pauses(model: Model) -> PauseLeases:
 
 
 def pause_ttl(ttl_s: float | None) -> float:
-    """Seconds a trainer's pause may last. Raises BadRequest."""
+    """Seconds a trainer's pause may last. Raises HttpError (400)."""
     if ttl_s is None:
         return PAUSE_TTL_S
     if not 1 <= ttl_s <= MAX_TTL_S:
-        raise BadRequest(
-            f"`ttl_s` must be between 1 and {MAX_TTL_S:g} seconds.", code="invalid_parameter", param="ttl_s"
+        raise HttpError(
+            400, f"`ttl_s` must be between 1 and {MAX_TTL_S:g} seconds.", code="invalid_parameter", param="ttl_s"
         )
     return ttl_s
 
 
 def check_mode(mode: str | None, freezing: tuple[str, ...]) -> None:
-    """A pause freezes requests in flight; what else a trainer may want of it is refused. Raises Unsupported."""
+    """A pause freezes requests in flight; what else a trainer may want of it is refused. Raises HttpError (501)."""
     if mode is not None and mode not in freezing:
-        raise Unsupported(
+        raise HttpError(
+            501,
             f"Pausing with mode {mode!r} is not done here: a pause freezes requests, which go on with the new weights. "
             f"Use {' or '.join(freezing)}; to end requests at a swap, send them with x-hotswap-policy: abort.",
             code="pause_mode_unsupported",
@@ -178,9 +179,9 @@ REFUSALS = {
 }
 
 
-def refused(code: str, verb: str = "") -> Unsupported:
+def refused(code: str, verb: str = "") -> HttpError:
     """One of REFUSALS; "nccl_unsupported" answers what needs a communication group or shared device memory."""
-    return Unsupported(REFUSALS[code].format(verb=verb), code=code)
+    return HttpError(501, REFUSALS[code].format(verb=verb), code=code)
 
 
 def refuse(router: APIRouter, code: str, *verbs: str, methods: Sequence[str] = ("POST",)) -> None:

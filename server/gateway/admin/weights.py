@@ -20,7 +20,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from server.errors import BadRequest, Conflict, InsufficientStorage, PayloadTooLarge
+from server.errors import HttpError
 from server.gateway.access.approvals import Guarded, PendingRecord
 from server.gateway.access.records import By
 from server.gateway.admin.publishing import Prepared, Publication, Published
@@ -138,7 +138,9 @@ async def list_versions(model: ModelDep) -> dict[str, Any]:
 async def push(model: ModelDep, by: ByDep, body: Push, response: Response) -> dict[str, Any]:
     """Publishes a checkpoint, or a version without some parts; with `activate`, swaps it in and reports the swap."""
     if not body.path and not body.without and not body.parts:
-        raise BadRequest("Name a checkpoint in `path`, or parts in `without`.", code="invalid_parameter", param="path")
+        raise HttpError(
+            400, "Name a checkpoint in `path`, or parts in `without`.", code="invalid_parameter", param="path"
+        )
 
     async def then(version: Published) -> dict[str, Any]:
         swap = await swap_in(model, version, body, by) if body.activate else None
@@ -188,7 +190,7 @@ async def end_split(model: ModelDep, by: ByDep, response: Response) -> dict[str,
     """All requests go to the active version again; answers when every instance runs it."""
     now = await active_record(model)
     if now is None or now.split is None:
-        raise Conflict("No versions share the traffic.", code="no_split")
+        raise HttpError(409, "No versions share the traffic.", code="no_split")
     return _accepted(await swap_in(model, now.version, SwapOptions(), by, "split"), response)
 
 
@@ -244,7 +246,7 @@ async def upload(
 ) -> dict[str, Any]:
     """Publishes what the body holds; with `activate`, asks for its swap and does not wait for it."""
     if request.headers.get("content-type") != "application/octet-stream":
-        raise BadRequest("Send the version as application/octet-stream.", code="bad_content_type")
+        raise HttpError(400, "Send the version as application/octet-stream.", code="bad_content_type")
 
     async def then(answer: dict[str, Any]) -> dict[str, Any]:
         if activate:
@@ -271,7 +273,7 @@ async def _received(model: Model, request: Request, upload_id: str, others: bool
     except BaseException as error:
         await prepared.discard()
         if isinstance(error, ClientDisconnect):
-            raise BadRequest("The connection was lost half-way; nothing was kept.", code="upload_cut_off") from None
+            raise HttpError(400, "The connection was lost half-way; nothing was kept.", code="upload_cut_off") from None
         raise
     return prepared
 
@@ -287,15 +289,16 @@ async def _copy(request: Request, file: BinaryIO, most: int) -> None:
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise
-            raise InsufficientStorage(
+            raise HttpError(
+                507,
                 f"The arena has no room for the upload ({done:,} bytes so far): retire versions nobody needs, or "
                 "enlarge it (--shm-size, or a larger emptyDir).",
                 code="arena_full",
             ) from error
 
 
-def _too_large(most: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"The upload has over {most:,} bytes, more than a version of this model takes.")
+def _too_large(most: int) -> HttpError:
+    return HttpError(413, f"The upload has over {most:,} bytes, more than a version of this model takes.")
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from fastapi import Path as PathParameter
 
-from server.errors import NotFound
+from server.errors import HttpError
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {
@@ -130,7 +130,7 @@ router.head(PREFIX + "/{name}", include_in_schema=False)(console_file)
 def _answer(request: Request, name: str) -> Response:
     file = find(name, public=not request.state.admin_port)
     if file is None:
-        raise NotFound(f"There is no public route {request.method} {request.url.path}.")
+        raise HttpError(404, f"There is no public route {request.method} {request.url.path}.")
     headers = {**HEADERS, "etag": file.etag}
     if file.unchanged(request.headers.get("if-none-match")):
         return Response(status_code=304, headers=headers)

@@ -45,7 +45,7 @@ from typing import Final, Literal, Protocol
 import msgspec
 
 from server import api
-from server.errors import HttpError, Unavailable
+from server.errors import HttpError
 from server.gateway.config import Failover
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.routing import Need
@@ -152,13 +152,13 @@ class WaitingRoom:
     def enter(self, waiter: Waiter, patience: Patience, *, soon: bool) -> None:
         """Holds `waiter` for what is left of its patience, or raises the error that goes with it.
 
-        `soon`: it is worth another try before anything changes. Raises Unavailable when too many wait already.
+        `soon`: it is worth another try before anything changes. Raises HttpError (503) when too many wait already.
         """
         left = waiter.started + patience.seconds - time.monotonic()
         if left <= 0:
             raise patience.error
         if len(self._timers) >= self._limit:
-            raise Unavailable(f"{self._limit} requests wait for an instance already; try again.", code="overloaded")
+            raise HttpError(503, f"{self._limit} requests wait for an instance already; try again.", code="overloaded")
         delay = min(left, RETRY_S) if soon else left
         self._timers[waiter] = asyncio.get_running_loop().call_later(delay, waiter.wake)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
-from server.errors import ConfigError, Conflict, HttpError, UpstreamTimeout
+from server.errors import ConfigError, HttpError
 from server.gateway.fleet.affinity import NO_HINT, Hint
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
 
@@ -85,9 +85,9 @@ class Need:
         details |= {"version": self.version, "min_version": self.min_version}
         if self.wait_s:
             message = f"No instance came to serve {words} within {self.wait_s:g} s; {serving}."
-            return UpstreamTimeout(message, code="version_wait_timeout", details=details)
+            return HttpError(504, message, code="version_wait_timeout", details=details)
         message = f"No instance serves {words}; {serving}. Ask for that one, or wait with x-hotswap-wait-s."
-        return Conflict(message, code="version_unavailable", details=details)
+        return HttpError(409, message, code="version_unavailable", details=details)
 
 
 C = TypeVar("C", bound=Candidate)

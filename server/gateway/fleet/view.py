@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from server.errors import BadUpstream, HttpError, Unavailable
+from server.errors import BadUpstream, HttpError
 from server.gateway.config import UpstreamSettings
 from server.gateway.fleet import routing
 from server.gateway.fleet.affinity import Hint, Recent, no_hint
@@ -187,21 +187,25 @@ class Fleet:
         self.splits.follow(self.active, self.serving)
         self.shadows.follow(self.active)
 
-    def unavailable(self) -> Unavailable:
+    def unavailable(self) -> HttpError:
         """Why no instance can be asked, and what to do."""
         if not self.instances and (ago := time.monotonic() - self._last_seen) < REMEMBERED_S:
-            return Unavailable(
+            return HttpError(
+                503,
                 f"No instance of {self.model!r} is registered: the last one left {ago:.0f} s ago, to start again or "
                 "because it cannot reach the store. Try again; if it stays away, see its log.",
                 retry_after_s=2,
             )
         if not self.instances:
-            return Unavailable(
+            return HttpError(
+                503,
                 f"No instance of {self.model!r} is registered: start one (`hotswap instance`) or wait for it to load.",
                 retry_after_s=5,
             )
         states = ", ".join(f"{i.id} is {self._word(i)}{self._lag(i)}" for i in self.instances.values())
-        return Unavailable(f"No instance of {self.model!r} takes requests now ({states}); try again.", retry_after_s=2)
+        return HttpError(
+            503, f"No instance of {self.model!r} takes requests now ({states}); try again.", retry_after_s=2
+        )
 
     def is_fresh(self, instance: Instance) -> bool:
         """Whether it runs the weights of the commit record, as far as this gateway knows."""

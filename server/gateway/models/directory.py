@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from server.errors import NotFound
+from server.errors import HttpError
 from server.gateway.models.served import Served
 from weightsync.control.parts import LORA
 from weightsync.control.records import VersionRecord
@@ -39,7 +39,7 @@ class Directory:
 
     def find(self, name: str | None, allowed: frozenset[str] | None) -> tuple[Served, ...]:
         """The models that answer a request for `name`, the first choice first; None: the request names none. `allowed`:
-        the names that its key may ask for, None if any. Raises NotFound."""
+        the names that its key may ask for, None if any. Raises HttpError (404)."""
         if not name:
             name = self.default.name
         if allowed is not None and name not in allowed:
@@ -67,8 +67,8 @@ class Directory:
         return ""
 
 
-def unknown(name: str) -> NotFound:
+def unknown(name: str) -> HttpError:
     """The answer to a name that leads nowhere, or not with this key; which of both is not said."""
     shown = name if len(name) <= MOST_SHOWN else f"{name[:MOST_SHOWN]}..."
     message = f"The model `{shown}` does not exist or you do not have access to it; GET /v1/models lists yours."
-    return NotFound(message, code="model_not_found", param="model")
+    return HttpError(404, message, code="model_not_found", param="model")

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from server.errors import BadRequest, Unavailable
+from server.errors import HttpError
 from server.gateway.config import GatewayConfig, UpstreamSettings
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
@@ -47,13 +47,13 @@ class ExternalPool(Pool):
     def introduce(self, key: str) -> None:
         """It has one key, for as long as the file says so."""
 
-    def _refused(self, exc: OSError) -> Unavailable:
+    def _refused(self, exc: OSError) -> HttpError:
         """Also what the log is told, once a failed connection is met."""
         if isinstance(exc, ssl.SSLError):
             message = f"The upstream of {self._name} has not shown that it is who it should be ({tls_fault(exc)})."
-            return Unavailable(message, code="upstream_untrusted")
+            return HttpError(503, message, code="upstream_untrusted")
         reason = not_connected(exc)
-        return Unavailable(f"The upstream of {self._name} {reason}; try again shortly.", code="upstream_unreachable")
+        return HttpError(503, f"The upstream of {self._name} {reason}; try again shortly.", code="upstream_unreachable")
 
 
 class Upstream:
@@ -64,14 +64,14 @@ class Upstream:
         self._path, self._model = at.path.encode(), msgspec.Raw(msgspec.json.encode(at.model))
 
     def check(self, route: str, *, constrained: bool) -> None:
-        """Whether it can answer a request of that route; `constrained`: for some weights. Raises BadRequest."""
+        """Whether it can answer a request of that route; `constrained`: for some weights. Raises HttpError (400)."""
         if constrained:
             message = f"{self.name} is served by an upstream that has no weight versions; ask without one."
-            raise BadRequest(message, code="weights_external", param="version")
+            raise HttpError(400, message, code="weights_external", param="version")
         if route not in ROUTES:
             served = ", ".join(sorted(ROUTES))
             message = f"{self.name} is served by an upstream, which answers {served} and not {route}."
-            raise BadRequest(message, code="route_not_external", param="model")
+            raise HttpError(400, message, code="route_not_external", param="model")
 
     def prepared(self, route: str, body: bytes) -> tuple[bytes, bool]:
         """The body as it goes there, and whether the stream's last chunk, of tokens, is nobody's but ours."""

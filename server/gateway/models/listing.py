@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 from fastapi import APIRouter, Request
 
-from server.errors import ConfigError, HttpError, Unprocessable
+from server.errors import ConfigError, HttpError
 from server.gateway.access.keys import Principal
 from server.gateway.deps import GatewayDep
 from server.gateway.feedback import principal_of
@@ -61,13 +61,13 @@ async def show(gateway: GatewayDep) -> dict[str, Any]:
 async def reload(gateway: GatewayDep) -> dict[str, Any]:
     """Reads the file of models anew, as SIGHUP does. One that cannot be used changes nothing."""
     if gateway.config.models is None:
-        raise Unprocessable(
-            "This gateway was started without --models; there is no file to read.", code="no_models_file"
+        raise HttpError(
+            422, "This gateway was started without --models; there is no file to read.", code="no_models_file"
         )
     try:
         await gateway.reload()
     except ConfigError as error:
-        raise Unprocessable(str(error), code="bad_models_file") from error
+        raise HttpError(422, str(error), code="bad_models_file") from error
     if gateway.config.worker is not None:
         os.kill(gateway.config.worker.parent, signal.SIGHUP)  # which tells all workers
     return await show(gateway)

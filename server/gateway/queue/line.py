@@ -27,7 +27,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from server.errors import HttpError, TooManyRequests, Unavailable, UpstreamTimeout
+from server.errors import HttpError
 from server.gateway.config import QueueSettings
 from server.gateway.fleet.routing import Need
 from server.gateway.queue.flows import Class
@@ -87,7 +87,7 @@ class AdmissionQueue(Generic[W]):
     def enter(self, ticket: Ticket[W], now: float) -> Ticket[W] | None:
         """Puts `ticket` at the end of its key's line; returns who was sent away for it, if anybody was.
 
-        Raises TooManyRequests or Unavailable, and changes nothing then.
+        Raises HttpError (429, 503), and changes nothing then.
         """
         lines = self._lines(ticket.priority)
         if not self.waiting:
@@ -173,14 +173,14 @@ class AdmissionQueue(Generic[W]):
             return self._overloaded("More urgent requests wait", now)
         return self._full(now)
 
-    def _full(self, now: float) -> TooManyRequests:
+    def _full(self, now: float) -> HttpError:
         message = "This key (without keys: all clients together) fills the queue; send fewer concurrent requests."
-        return TooManyRequests(message, code="queue_full", retry_after_s=self._drained_in(now))
+        return HttpError(429, message, code="queue_full", retry_after_s=self._drained_in(now))
 
-    def timed_out(self, waited_s: float, now: float) -> UpstreamTimeout:
+    def timed_out(self, waited_s: float, now: float) -> HttpError:
         """The answer to a request whose time is up."""
         message = f"No instance had room for this request within {waited_s:.3g} s; try again."
-        return UpstreamTimeout(message, code="queue_timeout", retry_after_s=self._drained_in(now))
+        return HttpError(504, message, code="queue_timeout", retry_after_s=self._drained_in(now))
 
     # within
 
@@ -206,7 +206,7 @@ class AdmissionQueue(Generic[W]):
         if now + wait_s > ticket.deadline:
             over_s = now + wait_s - ticket.deadline
             message = f"At the present pace this request would wait {wait_s:.1f} s, past its deadline; try again later."
-            raise Unavailable(message, code="deadline_unmet", retry_after_s=retry_after(over_s))
+            raise HttpError(503, message, code="deadline_unmet", retry_after_s=retry_after(over_s))
         if wait_s > self._settings.max_wait_s:
             raise self._overloaded(f"This request would wait {wait_s:.1f} s", now, wait_s - self._settings.max_wait_s)
 
@@ -220,8 +220,8 @@ class AdmissionQueue(Generic[W]):
 
     def _overloaded(self, what: str, now: float, retry_s: float | None = None) -> HttpError:
         seconds = self._drained_in(now) if retry_s is None else retry_after(retry_s)
-        return Unavailable(
-            f"{what}, as much as this gateway lets wait; try again.", code="overloaded", retry_after_s=seconds
+        return HttpError(
+            503, f"{what}, as much as this gateway lets wait; try again.", code="overloaded", retry_after_s=seconds
         )
 
     def _drained_in(self, now: float) -> int:

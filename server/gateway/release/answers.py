@@ -23,7 +23,7 @@ from server.gateway.fleet.shadow import Repeated, Shadows
 from server.gateway.release.evidence import Observer, needs_text
 from server.gateway.release.policy import SCORED, Policy, searched
 from server.gateway.release.records import Kind
-from server.gateway.release.scoring import RewardClient, ScoringFailed, Unscored, needed
+from server.gateway.release.scoring import RewardClient, ScoringFailed, needed
 
 log: Final = logging.getLogger("hotswap.gateway")
 
@@ -159,15 +159,15 @@ class AnswerReader:
                     continue
                 name = metric.removeprefix(SCORED)
                 reward = policy.rewards[name]
+                if (fields := needed(reward, answer.metadata)) is None:
+                    continue
+                expected, extra = fields
+                prompt = asked(answer)
                 try:
-                    expected, extra = needed(reward, answer.metadata)
-                    prompt = asked(answer)
                     scores = [
                         await rewards.score(name, reward, prompt, choice.text, expected, extra)
                         for choice in answer.choices
                     ]
-                except Unscored:
-                    continue
                 except ScoringFailed as error:
                     self._observer.lose(metric, str(error))
                     continue

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from server.errors import ConfigError, Conflict, HttpError, NotFound, ServerError
+from server.errors import ConfigError, HttpError, ServerError
 from server.gateway.access.records import By
 from server.gateway.release.answers import AnswerReader
 from server.gateway.release.control import FleetControl
@@ -83,36 +83,36 @@ class Releases:
         await self._forget_evidence()
         begun = LedgerEntry("release", by.who, version=version, reason=by.reason, **self._about(record))
         if not await self._write(before, record, begun, approval=approval):
-            raise Conflict("Somebody else has begun a release in this moment.", code="release_under_way")
+            raise HttpError(409, "Somebody else has begun a release in this moment.", code="release_under_way")
         return record
 
     async def check(self, version: int, policy: Policy) -> int:
-        """Whether it could be released now by this policy; the version it would take over from. Raises Conflict,
-        NotFound, SwapError, StoreError."""
+        """Whether it could be released now by this policy; the version it would take over from. Raises HttpError
+        (404, 409), SwapError, StoreError."""
         stable, shares = await self._control.serving()
         if stable is None or shares is None or shares:
             what = "a swap is under way" if shares is None else "versions share the traffic" if shares else "none is"
             message = f"A release begins where one version is active and serves all; {what}."
-            raise Conflict(message, code="not_whole")
+            raise HttpError(409, message, code="not_whole")
         if version == stable:
-            raise Conflict(f"Version {version} is active already.", code="already_active")
+            raise HttpError(409, f"Version {version} is active already.", code="already_active")
         if not await self._control.ready(version):
-            raise NotFound(f"There is no version {version} that is ready.", code="unknown_version")
+            raise HttpError(404, f"There is no version {version} that is ready.", code="unknown_version")
         await self._refresh()
         if self.current is not None and not self.current.ended:
             under_way = f"The release of version {self.current.version} is under way ({self.current.state})"
-            raise Conflict(f"{under_way}; cancel it first.", code="release_under_way")
+            raise HttpError(409, f"{under_way}; cancel it first.", code="release_under_way")
         if (have := await self._control.instances()) < 2 * policy.minimum:
             raise not_enough_instances(2, policy.minimum, have)
         return stable
 
     async def cancel(self, by: By) -> ReleaseRecord:
-        """Takes the candidate back. Raises Conflict where no release is under way, StoreError."""
+        """Takes the candidate back. Raises HttpError (409) where no release is under way, StoreError."""
         while True:
             await self._refresh()
             record = self.current
             if record is None or record.ended:
-                raise Conflict("No release is under way.", code="no_release")
+                raise HttpError(409, "No release is under way.", code="no_release")
             why = f"cancelled by {by.who}" + (f": {by.reason}" if by.reason else "")
             after = turned(record, "rolling_back", time.time(), why)
             if record.state == "rolling_back" or await self._write(record, after):

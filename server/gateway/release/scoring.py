@@ -35,10 +35,6 @@ class ScoringFailed(ServerError):
     """An answer has no score; the message says why."""
 
 
-class Unscored(ServerError):
-    """An answer cannot be scored by this reward, which is no fault: its request lacks what the reward needs."""
-
-
 class Question(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One line of an evaluation set."""
 
@@ -101,12 +97,10 @@ def check_names(policy: Policy, named: NamedSettings) -> None:
         named.find("--evaluation", evaluation.name)
 
 
-def needed(reward: Reward, metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The `expected` and `extra` of a request for this reward, from its metadata. Raises Unscored."""
-    wanted = [name for name in (reward.expected, *reward.extra) if name is not None]
-    for name in wanted:
-        if name not in metadata:
-            raise Unscored(f"the request's metadata has no {name!r}")
+def needed(reward: Reward, metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The `expected` and `extra` of a request for this reward, from its metadata; None where that lacks any."""
+    if any(name is not None and name not in metadata for name in (reward.expected, *reward.extra)):
+        return None
     expected = str(metadata[reward.expected]) if reward.expected is not None else ""
     return expected, {name: metadata[name] for name in reward.extra}
 

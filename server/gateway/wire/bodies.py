@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from server.errors import BadRequest
+from server.errors import HttpError
 from server.resume import Span
 
 KEPT = 4096  # at least so many of the last bytes are kept, where there are as many, and at most twice that
@@ -102,7 +102,7 @@ _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def check_object(body: bytes) -> Fields:
-    """The fields that `body` has. Raises BadRequest if `body` is not a JSON object in UTF-8; faults inside of long
+    """The fields that `body` has. Raises HttpError (400) if `body` is not a JSON object in UTF-8; faults inside of long
     texts are overlooked, and long texts in the fields are only told by how they begin and end."""
     if len(body) > 2 * LONG:
         body = without_texts(body)
@@ -124,7 +124,7 @@ def within(value: msgspec.Raw | msgspec.UnsetType) -> Fields:
 
 
 def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of an object, as they were sent, to write it anew. Raises BadRequest if it is not one through and
+    """The fields of an object, as they were sent, to write it anew. Raises HttpError (400) if it is not one through and
     through."""
     try:
         found = _raw_decoder.decode(body)
@@ -135,14 +135,14 @@ def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
         raise _no_object(exc) from exc
 
 
-def _no_object(fault: Exception) -> BadRequest:
+def _no_object(fault: Exception) -> HttpError:
     if isinstance(fault, msgspec.ValidationError):
         message = "The body must be a JSON object."
     elif isinstance(fault, RecursionError):
         message = "The body is nested too deeply."
     else:
         message = f"The body is not valid JSON: {fault}."
-    return BadRequest(message, code="invalid_json")
+    return HttpError(400, message, code="invalid_json")
 
 
 def without_texts(body: bytes) -> bytes:

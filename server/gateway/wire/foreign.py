@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from server.errors import HttpError, Unavailable
+from server.errors import HttpError
 from server.gateway.wire.bodies import Event, decode_event
 
 HEADERS: Final = frozenset({b"content-type", b"content-length", b"transfer-encoding", b"cache-control"})
@@ -94,12 +94,12 @@ def fault_of(name: str, status: int, retry_after: bytes) -> HttpError | None:
     seconds = int(retry_after) if re.fullmatch(rb"\d{1,5}", retry_after) else 5
     if status in (401, 402, 403):
         message = f"The upstream of {name} does not take this gateway's key; tell the operator."
-        return Unavailable(message, code="upstream_unauthorized", retry_after_s=60)
+        return HttpError(503, message, code="upstream_unauthorized", retry_after_s=60)
     if status in (404, 405):
         message = f"The upstream of {name} does not know the model or the route; tell the operator."
-        return Unavailable(message, code="upstream_unknown_model", retry_after_s=60)
+        return HttpError(503, message, code="upstream_unknown_model", retry_after_s=60)
     if status == 429:
         message = f"The upstream of {name} takes no more requests from this gateway now; try again in {seconds} s."
-        return Unavailable(message, code="upstream_rate_limited", retry_after_s=seconds)
+        return HttpError(503, message, code="upstream_rate_limited", retry_after_s=seconds)
     message = f"The upstream of {name} failed ({status}); try again."
-    return Unavailable(message, code="upstream_failed", retry_after_s=seconds)
+    return HttpError(503, message, code="upstream_failed", retry_after_s=seconds)

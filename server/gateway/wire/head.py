@@ -22,7 +22,7 @@ from email.utils import formatdate
 from typing import Final
 from urllib.parse import urlsplit
 
-from server.errors import BadRequest, Forbidden, HeadersTooLarge, HttpError, PayloadTooLarge
+from server.errors import HttpError
 from server.gateway.config import Limits
 from weightsync.tls import is_loopback
 
@@ -86,7 +86,7 @@ def read_head(headers: Headers, http_version: str, limits: Limits, wishes: Colle
     `wishes`: the headers that may begin with WISH.
     """
     if len(headers) > limits.max_headers:
-        raise HeadersTooLarge(f"More than {limits.max_headers} headers; send fewer.")
+        raise HttpError(431, f"More than {limits.max_headers} headers; send fewer.")
     head = RequestHead(b"", b"")
     forward: list[bytes] = []
     size = hosts = 0
@@ -103,7 +103,7 @@ def read_head(headers: Headers, http_version: str, limits: Limits, wishes: Colle
     if size > limits.max_head:
         raise head_too_large(limits)
     if hosts != 1 and (hosts > 1 or http_version != "1.0"):
-        raise BadRequest("Exactly one Host header is required.", code="bad_host")
+        raise HttpError(400, "Exactly one Host header is required.", code="bad_host")
     if head.content_length is not None and head.content_length > limits.max_body:
         raise too_large(limits)
     head.request_id = head.request_id or new_request_id()
@@ -136,7 +136,9 @@ def _content_length(head: RequestHead, value: bytes, _: str) -> None:
 
 def _transfer_encoding(head: RequestHead, value: bytes, http_version: str) -> None:
     if head.chunked or value.lower() != b"chunked" or http_version == "1.0":
-        raise BadRequest("The only Transfer-Encoding read here is a single `chunked`, on HTTP/1.1.", code="bad_framing")
+        raise HttpError(
+            400, "The only Transfer-Encoding read here is a single `chunked`, on HTTP/1.1.", code="bad_framing"
+        )
     head.chunked = True
 
 
@@ -155,7 +157,7 @@ def _connection(head: RequestHead, value: bytes, _: str) -> None:
 
 def _expect(head: RequestHead, value: bytes, http_version: str) -> None:
     if value.lower() != b"100-continue":
-        raise BadRequest("The only expectation met here is `Expect: 100-continue`.", code="bad_expect")
+        raise HttpError(400, "The only expectation met here is `Expect: 100-continue`.", code="bad_expect")
     head.expect_continue = http_version != "1.0"
 
 
@@ -190,10 +192,10 @@ def _read_wish(head: RequestHead, name: bytes, value: bytes, known: Collection[b
     """Strict, for what is overlooked here is not what the client asked for."""
     word = name.decode("latin-1")
     if name not in known:
-        raise BadRequest(f"There is no request header {word}; leave it out.", code="invalid_parameter", param=word)
+        raise HttpError(400, f"There is no request header {word}; leave it out.", code="invalid_parameter", param=word)
     head.asked = {} if head.asked is None else head.asked
     if name in head.asked:
-        raise BadRequest(f"{word} was sent twice; send it once.", code="invalid_parameter", param=word)
+        raise HttpError(400, f"{word} was sent twice; send it once.", code="invalid_parameter", param=word)
     head.asked[name] = value
 
 
@@ -213,7 +215,7 @@ _READERS: Final = {
 
 
 def check_origin(origin: bytes, host: bytes, listening_on: str, allowed: Collection[str], own_name: str) -> None:
-    """Which pages may ask while no key is needed. Raises Forbidden.
+    """Which pages may ask while no key is needed. Raises HttpError (403).
 
     A browser sends what any page has it send, also to this machine's ports. Programs send no Origin; browsers send one
     with every POST of a page, which the page cannot change. Keys are protection enough where they are needed, since no
@@ -231,7 +233,7 @@ def check_origin(origin: bytes, host: bytes, listening_on: str, allowed: Collect
     own = not is_loopback(listening_on) and netloc == host.decode("latin-1") and (name == own_name or _is_address(name))
     if not (name and (is_loopback(name) or own or text in allowed)):
         message = "Pages of this origin may not ask while no key is needed: make a key, or start with --allow-origin."
-        raise Forbidden(message, code="origin_not_allowed")
+        raise HttpError(403, message, code="origin_not_allowed")
 
 
 def _is_address(name: str) -> bool:
@@ -272,14 +274,14 @@ def error_answer(
     return b"".join(lines) if head_only else b"".join((*lines, body))
 
 
-def too_large(limits: Limits) -> PayloadTooLarge:
+def too_large(limits: Limits) -> HttpError:
     """The answer to a body over the limit."""
-    return PayloadTooLarge(
-        f"The request body is over {limits.max_body} bytes; send less, or raise --max-body on the gateway."
+    return HttpError(
+        413, f"The request body is over {limits.max_body} bytes; send less, or raise --max-body on the gateway."
     )
 
 
-def head_too_large(limits: Limits) -> HeadersTooLarge:
+def head_too_large(limits: Limits) -> HttpError:
     """The answer to a head over the limit."""
     what = "request line and headers, or of trailers and framing of chunks"
-    return HeadersTooLarge(f"More than {limits.max_head} bytes of {what}; send less.")
+    return HttpError(431, f"More than {limits.max_head} bytes of {what}; send less.")

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
-from server.errors import Unavailable
+from server.errors import HttpError
 from server.gateway.config import UpstreamSettings
 from server.ports import authority
 
@@ -143,7 +143,7 @@ class Pool:
         return None
 
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises Unavailable if the instance does not accept one in time."""
+        """A new connection. Raises HttpError (503) if the instance does not accept one in time."""
         link: Any = UpstreamConnection(self)
         loop = asyncio.get_running_loop()
         try:
@@ -157,7 +157,7 @@ class Pool:
             raise
         return link
 
-    def _refused(self, exc: OSError) -> Unavailable:
+    def _refused(self, exc: OSError) -> HttpError:
         """The error for clients, which does not say where the instance is; the log says that."""
         where = self.authority.decode()
         if isinstance(exc, ssl.SSLError):
@@ -167,10 +167,10 @@ class Pool:
                 self._told = message
                 advice = "It gets no requests: are its certificate and this gateway's of one authority?"
                 log.error("The instance at %s %s %s", where, message, advice)
-            return Unavailable(f"An instance {message}", code="instance_untrusted")
+            return HttpError(503, f"An instance {message}", code="instance_untrusted")
         reason = not_connected(exc)
         log.debug("the instance at %s %s", where, reason)
-        return Unavailable(f"An instance {reason}; try again shortly.", code="instance_unreachable")
+        return HttpError(503, f"An instance {reason}; try again shortly.", code="instance_unreachable")
 
     def give_back(self, link: UpstreamConnection) -> None:
         """Keeps `link` for the next request, unless there are enough or it is closing."""

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from server.errors import BadRequest, BadUpstream
+from server.errors import BadUpstream, HttpError
 from server.gateway.wire.bodies import Fields, Told, raw_fields
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ def is_sglang(fields: Fields) -> bool:
 
 
 def translate(body: bytes) -> tuple[bytes, Wanted]:
-    """The body for /v1/completions, and what the answer is made by. Raises BadRequest, which names the field."""
+    """The body for /v1/completions, and what the answer is made by. Raises HttpError (400), which names the field."""
     asked = _read(body, Asked, "")
     params = bytes(asked.sampling_params)
     if params != NULL and not params.startswith(b"{"):
@@ -258,13 +258,13 @@ def _read(raw: bytes, kind: type[T], place: str) -> T:
         raise _invalid(name, f"`{name}`: {str(error).partition(' - at')[0]}; change it.") from error
 
 
-def _invalid(name: str, message: str) -> BadRequest:
-    return BadRequest(message, code="invalid_parameter", param=name)
+def _invalid(name: str, message: str) -> HttpError:
+    return HttpError(400, message, code="invalid_parameter", param=name)
 
 
-def _unsupported(name: str, remedy: str, where: str = "") -> BadRequest:
+def _unsupported(name: str, remedy: str, where: str = "") -> HttpError:
     message = f"`{name}` is not supported in SGLang's form of this route{where}: {remedy}."
-    return BadRequest(message, code="unsupported_parameter", param=name)
+    return HttpError(400, message, code="unsupported_parameter", param=name)
 
 
 # answers

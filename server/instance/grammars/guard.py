@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 from server.instance.grammars import bounds
-from server.instance.grammars.trials import Grammar, GrammarRefused, Trials
+from server.instance.grammars.trials import Grammar, Trials, refused
 from server.instance.inflight import PUBLIC, Problem
 from server.instance.provenance import current_trace
 
@@ -74,7 +74,7 @@ def _check_bounds(asked: Any) -> None:
     try:
         bounds.check(asked)
     except bounds.TooMuch as problem:
-        _refuse(GrammarRefused(str(problem)))
+        _refuse(refused(str(problem)))
 
 
 def _check_tool(tool: Any) -> None:
@@ -84,7 +84,7 @@ def _check_tool(tool: Any) -> None:
         try:
             bounds.check_schema(parameters)
         except bounds.TooMuch as problem:
-            _refuse(GrammarRefused(f"a tool's parameters: {problem}"))
+            _refuse(refused(f"a tool's parameters: {problem}"))
 
 
 def _refuse(problem: Problem) -> NoReturn:
@@ -149,7 +149,7 @@ class Backend:
     def grammar(self, asked: Any) -> Grammar | None:
         """Of vLLM's `StructuredOutputsParams`; None where nothing is compiled that a client wrote.
 
-        Raises GrammarRefused for what is no schema at all.
+        Raises Problem for what is no schema at all.
         """
         from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
         from vllm.v1.structured_output.request import get_structured_output_key
@@ -187,7 +187,7 @@ def _schema(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise GrammarRefused(f"the schema is no JSON ({error}); correct it", "invalid_grammar") from error
+        raise refused(f"the schema is no JSON ({error}); correct it", "invalid_grammar") from error
 
 
 def _for_xgrammar(kind: Any, text: str) -> tuple[str, str]:

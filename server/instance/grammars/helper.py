@@ -60,7 +60,8 @@ class Compilers:
                 )
 
     def try_out(self, backend: str, kind: str, text: str) -> None:
-        """Compile `text`, and make the masks of a few tokens. Raises SlowMask."""
+        """Compile `text`, and make the masks of a few tokens. TimeoutError: each token would take longer
+        than all other streams may wait."""
         if backend == "xgrammar":
             self._try_masks(self.xgrammar(kind, text))
         else:
@@ -117,7 +118,7 @@ class Compilers:
             began = time.process_time()
             matcher.fill_next_token_bitmask(mask)
             if time.process_time() - began > MOST_MASK_S:
-                raise SlowMask
+                raise TimeoutError
             allowed = np.flatnonzero(np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little"))
             bytewise = [token for token in allowed.tolist() if token in self._bytewise]
             tokens = chance.sample(bytewise, min(len(bytewise), BRANCHES))
@@ -126,10 +127,6 @@ class Compilers:
                 branch = matcher.fork()
                 if branch.accept_token(token) and not branch.is_terminated():
                     branches.append(branch)
-
-
-class SlowMask(Exception):
-    """A grammar for which each token would take longer than all other streams may wait."""
 
 
 class Helper:
@@ -189,7 +186,7 @@ class Helper:
             try:
                 self._compilers.try_out(backend, kind, text)
                 errors.append("")
-            except SlowMask:
+            except TimeoutError:
                 return {"failed": "mask"}
             except MemoryError:
                 return {"failed": "memory"}

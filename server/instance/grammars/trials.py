@@ -37,23 +37,18 @@ THREADS = min(8, os.cpu_count() or 1)  # of one trial, as vLLM compiles
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
 
-class GrammarRefused(Problem):
-    """A schema, pattern or grammar that vLLM does not get; the message says what to do."""
-
-    status, type, param = 400, "invalid_request_error", "structured_outputs"
-
-    def __init__(self, message: str, code: str = "grammar_too_costly") -> None:
-        super().__init__(f"structured output: {message}")
-        self.why, self.code = message, code
+Verdict = tuple[str, str]  # the message of a refusal, and its code
 
 
-class GrammarsBusy(Problem):
-    """The cost of the grammar cannot be told now; the same request may be good later."""
+def refused(message: str, code: str = "grammar_too_costly") -> Problem:
+    """The answer to a schema, pattern or grammar that vLLM does not get; the message says what to do."""
+    return Problem(f"structured output: {message}", code=code, param="structured_outputs")
 
-    status, type, param, code, retry_after_s = 429, "rate_limit_error", "structured_outputs", "grammars_busy", RETRY_S
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"structured output: {why}; send the request again in some seconds")
+def busy(why: str) -> Problem:
+    """The answer where the cost of a grammar cannot be told now; the same request may be good later."""
+    message = f"structured output: {why}; send the request again in some seconds"
+    return Problem(message, status=429, code="grammars_busy", param="structured_outputs", retry_after_s=RETRY_S)
 
 
 @dataclass(frozen=True)
@@ -99,14 +94,14 @@ class Trials:
 
     def __init__(self, limits: Limits, kit: Callable[[], dict[str, Any]]) -> None:
         self._limits, self._kit = limits, kit
-        self._verdicts: OrderedDict[bytes, GrammarRefused | None] = OrderedDict()
-        self._running: dict[bytes, asyncio.Task[GrammarRefused | None]] = {}
+        self._verdicts: OrderedDict[bytes, Verdict | None] = OrderedDict()
+        self._running: dict[bytes, asyncio.Task[Verdict | None]] = {}
         self._turns = Turns(limits.at_once, limits.waiting)
         self._starting = asyncio.Lock()
         self._helper: _Helper | None = None
 
     async def check(self, grammar: Grammar, owner: str = PUBLIC) -> None:
-        """Return if vLLM may compile it. `owner`: the request's cache scope. Raises GrammarRefused, GrammarsBusy."""
+        """Return if vLLM may compile it. `owner`: the request's cache scope. Raises Problem."""
         digest = grammar.digest
         if digest in self._verdicts:
             self._verdicts.move_to_end(digest)
@@ -114,63 +109,61 @@ class Trials:
         else:
             verdict = await self._judged(digest, grammar, owner)
         if verdict is not None:
-            raise GrammarRefused(verdict.why, verdict.code)  # each its own: an exception carries its traceback
+            raise refused(*verdict)  # each its own: an exception carries its traceback
 
-    async def _judged(self, digest: bytes, grammar: Grammar, owner: str) -> GrammarRefused | None:
+    async def _judged(self, digest: bytes, grammar: Grammar, owner: str) -> Verdict | None:
         trial = self._trial(digest, grammar, owner)
         try:
             return await asyncio.shield(trial)  # it goes on without this client: others wait for it, or ask next
         except asyncio.CancelledError:
             if trial.cancelled():
-                raise GrammarsBusy("this instance stops") from None
+                raise busy("this instance stops") from None
             raise
 
-    def _trial(self, digest: bytes, grammar: Grammar, owner: str) -> asyncio.Task[GrammarRefused | None]:
+    def _trial(self, digest: bytes, grammar: Grammar, owner: str) -> asyncio.Task[Verdict | None]:
         trial = self._running.get(digest)
         if trial is None:
             try:
                 turn = self._turns.ask(owner)
-            except NoTurn:
-                raise GrammarsBusy(f"{len(self._running)} other grammars are being looked at") from None
+            except asyncio.QueueFull:
+                raise busy(f"{len(self._running)} other grammars are being looked at") from None
             trial = asyncio.create_task(self._try_out(digest, grammar, turn))
             self._running[digest] = trial
             trial.add_done_callback(lambda done: self._running.pop(digest) and (done.cancelled() or done.exception()))
         return trial
 
-    async def _try_out(self, digest: bytes, grammar: Grammar, turn: asyncio.Future[None]) -> GrammarRefused | None:
+    async def _try_out(self, digest: bytes, grammar: Grammar, turn: asyncio.Future[None]) -> Verdict | None:
         try:
             await turn
-        except NoTurn:
-            raise GrammarsBusy("the grammars of other clients are looked at first") from None
+        except asyncio.QueueFull:
+            raise busy("the grammars of other clients are looked at first") from None
         try:
             report = await (await self._started()).ask(grammar.attempts)
         except (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.warning("the helper that tries grammars out has ended: %s", error or type(error).__name__)
-            raise GrammarsBusy("the process that tries grammars out has ended") from error
+            raise busy("the process that tries grammars out has ended") from error
         finally:
             self._turns.end()
         if report["failed"] == "starved":
-            raise GrammarsBusy("this host is too busy to try it out")
+            raise busy("this host is too busy to try it out")
         verdict = self._judge(grammar, report)
         self._verdicts[digest] = verdict
         while len(self._verdicts) > self._limits.verdicts:
             self._verdicts.popitem(last=False)
         return verdict
 
-    def _judge(self, grammar: Grammar, report: dict[str, Any]) -> GrammarRefused | None:
+    def _judge(self, grammar: Grammar, report: dict[str, Any]) -> Verdict | None:
         if (failed := report["failed"]) is not None:
-            return GrammarRefused(
-                {
-                    "time": f"it takes more than {self._limits.seconds:g} s to compile",
-                    "memory": f"it takes more than {self._limits.mib} MiB to compile",
-                    "mask": "each token of an answer would take too long to choose",
-                }.get(failed, "it cannot be compiled")
-                + "; simplify it: fewer properties, alternatives and repetitions"
-            )
+            why = {
+                "time": f"it takes more than {self._limits.seconds:g} s to compile",
+                "memory": f"it takes more than {self._limits.mib} MiB to compile",
+                "mask": "each token of an answer would take too long to choose",
+            }.get(failed, "it cannot be compiled")
+            return f"{why}; simplify it: fewer properties, alternatives and repetitions", "grammar_too_costly"
         errors = [error for i, error in enumerate(report["errors"]) if i in grammar.chosen]
         if all(errors):
             why = errors[0] if errors else grammar.hindrance
-            return GrammarRefused(f"it does not compile ({why}); correct it", "invalid_grammar")
+            return f"it does not compile ({why}); correct it", "invalid_grammar"
         return None
 
     async def _started(self) -> _Helper:
@@ -182,7 +175,7 @@ class Trials:
                 except Exception as error:
                     log.exception("no grammar can be tried out")
                     why = f"no library can be set up for this model's tokenizer ({error}); leave it out"
-                    raise GrammarRefused(why, "grammars_unavailable") from error
+                    raise refused(why, "grammars_unavailable") from error
                 kit |= {"seconds": self._limits.seconds, "nbytes": self._limits.mib << 20, "threads": THREADS}
                 self._helper = await _Helper.start(kit)
             return self._helper
@@ -280,10 +273,6 @@ class _Helper:
         return report
 
 
-class NoTurn(Exception):
-    """All places are taken, and no other owner waits for two more than this one."""
-
-
 class Turns:
     """`at_once` turns, and `waiting` places to wait for one: the owners that wait get them one after the other, however
     many each of them waits for. Belongs to one event loop."""
@@ -293,9 +282,9 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     def ask(self, owner: str) -> asyncio.Future[None]:
-        """Done when the turn begins. NoTurn ends it where its place goes to an owner that has fewer.
+        """Done when the turn begins. QueueFull ends it where its place goes to an owner that has fewer.
 
-        Raises NoTurn.
+        Raises QueueFull: all places are taken, and no other owner waits for two more than this one.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._free:
@@ -308,8 +297,8 @@ class Turns:
         if sum(map(len, self._waiting.values())) >= self._most:
             greediest = max(self._waiting.values(), key=len, default=deque())
             if len(greediest) < len(self._waiting.get(owner, ())) + 2:
-                raise NoTurn
-            greediest.pop().set_exception(NoTurn())
+                raise asyncio.QueueFull
+            greediest.pop().set_exception(asyncio.QueueFull())
         self._waiting.setdefault(owner, deque()).append(turn)
         return turn
 

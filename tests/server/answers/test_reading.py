@@ -18,8 +18,9 @@ from server.answers import reading
 from server.answers.feedback import Correction, Feedback
 from server.answers.log import Folder, Writer
 from server.answers.parse import FORMAT, Answer, Choice, Span
-from server.answers.reading import ForeignLog, NoParquet, Wanted, joined, records, rows
+from server.answers.reading import Wanted, joined, records, rows
 from server.cli.app import app
+from server.errors import ConfigError
 from server.gateway.config import AnswerSettings
 from tests.server.answers.test_parse import about
 
@@ -119,13 +120,13 @@ def test_many_rows_are_written_in_batches(tmp_path: Path) -> None:
 )
 def test_a_file_of_something_else_is_no_log(tmp_path: Path, line: bytes, said: str) -> None:
     (tmp_path / "20260101T000000000-w-1.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(ForeignLog, match=said):
+    with pytest.raises(ConfigError, match=said):
         list(joined(str(tmp_path), Wanted()))
 
 
 def test_parquet_needs_its_package(log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(NoParquet, match="pyarrow"):
+    with pytest.raises(ConfigError, match="pyarrow"):
         reading.export_parquet(log, Wanted(), str(tmp_path / "rows.parquet"))
 
 

@@ -22,7 +22,7 @@ from server.follow.config import FollowConfig
 from server.follow.loop import Follower
 from server.follow.metrics import FollowMetrics
 from server.follow.opening import open_source
-from server.follow.sources import SourceUnavailable
+from server.follow.sources import FollowError
 from server.follow.state import StateFile
 from tests.server.follow.checkpoints import write
 from tests.server.follow.following import AT_ONCE, Follow, Killed
@@ -195,7 +195,7 @@ def test_what_is_out_of_reach_is_tried_again(follow: Follow, monkeypatch: pytest
     follow.store_policy(AT_ONCE)
     write(follow.runs / "step-1")
     follow.runs.rename(follow.root / "away")
-    with pytest.raises(SourceUnavailable, match="No such file"):
+    with pytest.raises(FollowError, match="No such file"):
         follow.follower.step()
     (follow.root / "away").rename(follow.runs)
     good, follow.admin = follow.admin, AdminClient(None, "http://127.0.0.1:1", follow.place[1])
@@ -333,7 +333,7 @@ def test_a_fault_is_told_once_and_tried_again_later_each_time(
 
     def step() -> float:
         if len(waits) < 8:
-            raise SourceUnavailable("nobody answers")
+            raise FollowError("nobody answers")
         if len(waits) == 8:
             return 3.0
         raise Killed

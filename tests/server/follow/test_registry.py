@@ -14,7 +14,7 @@ from server.cli.admin import AdminClient
 from server.errors import ConfigError
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
-from server.follow.sources import Source, SourceUnavailable
+from server.follow.sources import FollowError, Source
 from tests.server.follow.checkpoints import write
 from tests.server.follow.following import AT_ONCE, Follow
 from tests.servers import MLFLOW_PASSWORD, MLFLOW_USER, Server, mlflow_server, s3_server, s3_variables
@@ -39,7 +39,7 @@ def test_what_names_no_alias_or_no_server(url: str, tracking_uri: str, problem: 
 
 
 def test_a_server_that_is_away_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SourceUnavailable, match="is MLflow running there") as told:
+    with pytest.raises(FollowError, match="is MLflow running there") as told:
         list(registry(f"{WRONG}:1").candidates())
     assert "not-the-password" not in str(told.value)
     assert told.value.__cause__ is None
@@ -112,9 +112,9 @@ def test_an_alias_is_followed_forward_and_back(models: Models, follow: Follow, t
 @pytest.mark.broad
 def test_what_is_wrong_in_the_registry_is_said(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = models.server.url
-    with pytest.raises(SourceUnavailable, match=r"alias champion not found.*: set the alias"):
+    with pytest.raises(FollowError, match=r"alias champion not found.*: set the alias"):
         list(models.source().candidates())
-    with pytest.raises(SourceUnavailable, match=r"name=none not found.*: register the model"):
+    with pytest.raises(FollowError, match=r"name=none not found.*: register the model"):
         list(registry(url, model="none").candidates())
     models.choose(models.add(write(tmp_path / "good", shards=2)))
     (found,) = models.source().candidates()
@@ -126,7 +126,7 @@ def test_what_is_wrong_in_the_registry_is_said(models: Models, tmp_path: Path, m
     (found,) = models.source().candidates()
     assert (found.files, found.lacks) == ({}, "it has no config.json")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "not-the-password")
-    with pytest.raises(SourceUnavailable, match=r"401.*: set MLFLOW_TRACKING_USERNAME") as told:
+    with pytest.raises(FollowError, match=r"401.*: set MLFLOW_TRACKING_USERNAME") as told:
         list(models.source().candidates())
     assert "not-the-password" not in str(told.value)
 
@@ -137,7 +137,7 @@ def test_an_mlflow_that_was_away_is_asked_again(models: Models, follow: Follow, 
     models.choose(models.add(write(tmp_path / "one", 1.0)))
     follow.again(models.source())
     models.server.stop()
-    with pytest.raises(SourceUnavailable, match="is MLflow running there"):
+    with pytest.raises(FollowError, match="is MLflow running there"):
         follow.follower.step()
     models.server.start()
     follow.until_tried("version 1", "released")
@@ -174,6 +174,6 @@ def test_a_bucket_is_followed(s3: Server, follow: Follow, tmp_path: Path, monkey
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     fsspec.filesystem("s3").clear_instance_cache()
     away = open_source(FollowConfig(source="s3://models/run"))
-    with pytest.raises(SourceUnavailable, match=r"s3://models/run cannot be read") as told:
+    with pytest.raises(FollowError, match=r"s3://models/run cannot be read") as told:
         list(away.candidates())
     assert "a-secret-of-the-tests" not in str(told.value)

@@ -12,11 +12,11 @@ import fsspec
 import pytest
 
 from server.cli.admin import AdminClient
-from server.errors import CliError, ConfigError, StateTaken
+from server.errors import CliError, ConfigError
 from server.follow import sources
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
-from server.follow.sources import BadCheckpoint, CacheFull, Candidate, Source, SourceUnavailable, lacking, verify
+from server.follow.sources import BadCheckpoint, Candidate, FollowError, Source, lacking, verify
 from server.follow.state import KEPT, Current, FollowState, StateFile
 from tests.server.follow.checkpoints import write
 from weightsync.publish.checkpoint import INDEX, Checkpoint
@@ -104,7 +104,7 @@ def test_what_comes_cut_off_is_not_kept(bucket: str, tmp_path: Path) -> None:
     shard = f"{root}/step-10/model-00002-of-00002.safetensors"
     whole = files.cat_file(shard)
     files.pipe_file(shard, whole[:-1])
-    with pytest.raises(SourceUnavailable, match="was cut off, or is changing"):
+    with pytest.raises(FollowError, match="was cut off, or is changing"):
         source.fetch(candidate, tmp_path, NOBODY)
     files.pipe_file(shard, whole)
     verify(source.fetch(candidate, tmp_path, NOBODY), "config.json")
@@ -113,13 +113,14 @@ def test_what_comes_cut_off_is_not_kept(bucket: str, tmp_path: Path) -> None:
 def test_a_cache_without_room_is_said(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = opened(bucket)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(CacheFull, match=r"no room for [\d,]+ bytes"):
+    with pytest.raises(FollowError, match=r"no room for [\d,]+ bytes") as refused:
         source.fetch(first(source), tmp_path, NOBODY)
+    assert refused.value.code == "CacheFull"
 
 
 def test_what_cannot_be_reached_or_named(tmp_path: Path) -> None:
     for url in (tmp_path / "none", "memory://none-such/run"):
-        with pytest.raises(SourceUnavailable, match="cannot be read"):
+        with pytest.raises(FollowError, match="cannot be read"):
             list(opened(url).candidates())
     for url in ("dir://models/run", "nothing://x"):
         with pytest.raises(ConfigError):
@@ -180,7 +181,7 @@ def test_sums_are_held_against_the_files(tmp_path: Path) -> None:
 
 def test_the_state_is_one_follower_s_and_one_source_s(tmp_path: Path) -> None:
     file = StateFile(tmp_path, "dir:///a")
-    with pytest.raises(StateTaken, match="another follower"):
+    with pytest.raises(CliError, match="another follower"):
         StateFile(tmp_path, "dir:///a")
     state = FollowState("dir:///a", Current("step-1", "i" * 32, 1.5, version=3))
     for number in range(KEPT + 1):

@@ -14,7 +14,7 @@ import pytest
 from server.errors import ConfigError
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
-from server.follow.sources import Source, SourceUnavailable
+from server.follow.sources import FollowError, Source
 from tests.server.follow.following import AT_ONCE, Follow
 from tests.server.gateway.harness import KEYS
 from tests.servers import s3_server, s3_variables
@@ -121,7 +121,7 @@ def test_a_version_that_goes_while_it_is_fetched_makes_way_for_the_next(follow: 
     lost = Path(url.removeprefix("file://")) / found.parts[0].path
     lost.rename(lost.with_name("away"))
     follows(follow, url)
-    with pytest.raises(SourceUnavailable, match="version 1 is no longer in"):
+    with pytest.raises(FollowError, match="version 1 is no longer in"):
         follow.until(lambda _: False)
     pub.publish(step(2.0))
     follow.until_tried("version 2", "released")

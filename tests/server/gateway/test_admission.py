@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 import pytest
 
-from server.errors import Forbidden
 from server.gateway import UpstreamSettings, terms
 from server.gateway.access.keys import Principal
 from server.gateway.config import Failover, KvSettings
@@ -20,6 +19,7 @@ from server.gateway.fleet.routing import Need
 from server.gateway.wire.bodies import check_object
 from tests.server.gateway.harness import KEYS, Client, RunningGateway, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Handler, Link, Received, Upstream, answer_json, answering
+from tests.server.refusals import refuses
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, SwapRecord
 
@@ -120,7 +120,7 @@ def test_a_request_may_ask_for_its_keys_priority_or_a_higher_number() -> None:
         asked, _ = terms.read({}, b'{"hotswap":{%b}}' % wish, in_body=True)
         assert terms.priority_within(asked, key) == found
     asked, _ = terms.read({}, b'{"hotswap":{"priority":1}}', in_body=True)
-    with pytest.raises(Forbidden):
+    with refuses(403):
         terms.priority_within(asked, key)
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from server.gateway.terms import MAX_FINISH_S
-from server.instance.inflight import FINISH_S, Inflight, VersionMismatch, Wish
+from server.instance.inflight import FINISH_S, Inflight, Problem, Wish
 from server.instance.middleware import REFUSAL, Admission
 from tests.server.instance.asgi import head, part, sent_by
 from tests.waiting import eventually
@@ -211,7 +211,7 @@ async def test_a_version_that_is_not_here_is_refused() -> None:
     inflight = Inflight()
     inflight.active = 4
     await inflight.admit(Wish(min_version=4))
-    with pytest.raises(VersionMismatch):
+    with pytest.raises(Problem, match="this instance runs version"):
         await inflight.admit(Wish(version=3))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from server.errors import NotFound
 from server.gateway import UpstreamSettings
 from server.gateway.admin.fleet import PauseLeases
 from server.instance.config import InstanceConfig
@@ -20,6 +19,7 @@ from server.orders import SleeperRecord, SleepOrder, ordered, orders, sleepers, 
 from tests.server.asking import call
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, running_gateway
 from tests.server.instance.engines import Engine, config_of, sidecar_of, version
+from tests.server.refusals import refuses
 from tests.waiting import eventually, stays
 from weightsync import open_store
 from weightsync.control.pauses import PauseFollower
@@ -114,10 +114,10 @@ async def test_a_pause_ends_by_itself_unless_it_is_renewed(store: Store) -> None
         await eventually(one_is_left)
         assert [record.id for record in await leases.holding()] == [kept.id]
         assert engine.paused
-        with pytest.raises(NotFound):
+        with refuses(404):
             await leases.renew(left.id)
         await engine.reaches(False)
-        with pytest.raises(NotFound):
+        with refuses(404):
             await leases.end(kept.id)
 
 

@@ -18,8 +18,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from server import api
-from server.instance.grammars.trials import GrammarRefused, GrammarsBusy
-from server.instance.inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
+from server.instance.grammars.trials import busy, refused
+from server.instance.inflight import Inflight, Problem, Wish, version_mismatch, weights_changed
 from server.instance.middleware import TRACED, ProvenanceMiddleware, answer_faults
 from server.instance.provenance import MOST_SCORES, Trace, annotate, annotate_chunk, current_trace, pooled, traced
 from tests.server.gateway.wire.test_error_shapes import check_shape
@@ -181,12 +181,12 @@ async def test_embeddings_are_computed_in_the_callers_cache_scope() -> None:
 @pytest.mark.parametrize("wish", [Wish(policy="abort"), Wish(policy="finish"), Wish(version=1)])
 async def test_embeddings_that_must_not_cross_a_swap_do_not(wish: Wish) -> None:
     assert (await embed(wish))[0]
-    with pytest.raises(WeightsChanged):
+    with pytest.raises(Problem, match="the weights changed"):
         await embed(wish, swapped_to=2)
 
 
 async def test_an_embedding_that_the_engine_ended_is_no_answer() -> None:
-    with pytest.raises(WeightsChanged):
+    with pytest.raises(Problem, match="the weights changed"):
         await embed(Wish(), swapped_to=2, numbers=0)
 
 
@@ -207,7 +207,7 @@ async def test_the_engine_is_told_the_class_whatever_the_body_says(own: dict[str
 
 
 async def test_embeddings_of_a_version_that_is_not_here_are_refused() -> None:
-    with pytest.raises(VersionMismatch):
+    with pytest.raises(Problem, match="this instance runs version"):
         await embed(Wish(min_version=3))
 
 
@@ -284,7 +284,7 @@ async def answered(app: Any, path: str = "/v1/responses") -> list[dict[str, Any]
     return await sent_by(ProvenanceMiddleware(app, lambda: 5), path)
 
 
-@pytest.mark.parametrize("problem", [VersionMismatch(4), WeightsChanged(), GrammarRefused("x"), GrammarsBusy("y")])
+@pytest.mark.parametrize("problem", [version_mismatch(4), weights_changed(), refused("x"), busy("y")])
 @pytest.mark.parametrize("route", [pytest.param(r, id=r.path) for r in api.ROUTES if r.path in TRACED])
 async def test_each_error_has_the_shape_of_its_route_s_api(route: api.Forwarded, problem: Problem) -> None:
     """Before the first byte, as an event of its own, and in place of vLLM's event."""
@@ -298,7 +298,7 @@ async def test_each_error_has_the_shape_of_its_route_s_api(route: api.Forwarded,
         check_shape(route, orjson.dumps(told if route.tag == "anthropic" else {"error": told["error"]}))
 
 
-@pytest.mark.parametrize("problem", [None, WeightsChanged()])
+@pytest.mark.parametrize("problem", [None, weights_changed()])
 @pytest.mark.parametrize(
     "error", [b'data: {"error":{"message":"x"}}', b'event: error\ndata: {"type":"error","code":"x"}']
 )
@@ -326,7 +326,7 @@ async def test_nothing_follows_an_error_in_a_stream(path: str, error: bytes, pro
 
 
 async def test_a_stream_that_a_swap_broke_ends_in_order_with_the_error_as_an_event() -> None:
-    start, first, last = await broken(WeightsChanged(), EVENT)
+    start, first, last = await broken(weights_changed(), EVENT)
     assert start["status"] == 200
     assert first["more_body"]
     assert not last.get("more_body")
@@ -337,13 +337,13 @@ async def test_a_stream_that_a_swap_broke_ends_in_order_with_the_error_as_an_eve
 
 
 async def test_before_the_first_byte_it_is_a_whole_answer() -> None:
-    start, body = await broken(VersionMismatch(4), fallback=True)
+    start, body = await broken(version_mismatch(4), fallback=True)
     assert start["status"] == 409
     assert dict(start["headers"])[b"x-hotswap-refused"] == b"version"
     assert orjson.loads(body["body"])["error"]["code"] == "version_mismatch"
 
 
-@pytest.mark.parametrize(("problem", "status"), [(GrammarRefused("x"), 400), (GrammarsBusy("y"), 429)])
+@pytest.mark.parametrize(("problem", "status"), [(refused("x"), 400), (busy("y"), 429)])
 async def test_what_is_refused_before_the_engine_answers_has_its_own_status_in_streams_too(
     problem: Problem, status: int
 ) -> None:

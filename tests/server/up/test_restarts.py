@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from server.errors import CliError, StateLost, Unauthorized
+from server.errors import CliError
+from tests.server.refusals import refuses
 from tests.server.up import restarts
 from tests.server.up.restarts import KEYS, MODEL, Child, Up, committed, flip, frozen, run, save_checkpoint, swap_until
 from tests.weightsync.tensors import model
@@ -59,7 +60,7 @@ def test_an_end_without_warning_loses_no_key_version_number_or_history(server: U
     assert server.served() == (2, 2.0)
     assert ("shared memory" if end == "kill" else "its copy in") in started.said[-1]
     assert server.door(key) == "somebody"
-    with pytest.raises(Unauthorized):
+    with refuses(401):
         server.door(None)
     assert server.records().items() >= history.items()
     assert server.trained(3.0) == 3
@@ -73,7 +74,7 @@ def test_the_door_stays_closed_when_the_last_key_is_gone(server: Up) -> None:
     for _ in range(2):
         server.start()
         for asked in (None, key):
-            with pytest.raises(Unauthorized):
+            with refuses(401):
                 server.door(asked)
         server.stop()
     server.start(fresh=True)
@@ -200,7 +201,7 @@ def test_a_disk_that_is_not_mounted_is_not_a_version_that_is_lost(server: Up, tm
     disk.mkdir()
     before = server.records()
     for options in ({}, {}, {"persist": None}):  # the next time, too, and when the option is forgotten
-        with pytest.raises(StateLost, match=f"version 2 .* copy in {disk}.* mount it.*--persist off"):
+        with pytest.raises(CliError, match=f"version 2 .* copy in {disk}.* mount it.*--persist off"):
             server.start(**options)
         server.stop()
     assert list(disk.iterdir()) == []
@@ -232,7 +233,7 @@ def test_a_store_that_is_gone_is_not_made_anew_unasked(server: Up) -> None:
     server.stop()
     for path in server.state_dir.glob("store.db*"):
         path.rename(path.with_name("aside-" + path.name))
-    with frozen(server.state_dir), pytest.raises(StateLost, match="put the file back, or begin anew with --fresh"):
+    with frozen(server.state_dir), pytest.raises(CliError, match="put the file back, or begin anew with --fresh"):
         server.start()
     server.stop()
     for path in server.state_dir.glob("aside-*"):
@@ -369,7 +370,7 @@ def test_a_run_may_be_killed_at_any_line(
             committed = before
         assert server.served() == (committed, float(committed))
         assert server.door(key) == "somebody"
-        with pytest.raises(Unauthorized):
+        with refuses(401):
             server.door(None)
         assert server.trained(target + 1, commit=False) == target + 1
         server.forget(target + 1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import weightsync
-from server.errors import CliError, ProcessFailed
+from server.errors import CliError
 from server.gpus import DEVICES_ENV
 from server.ports import free_port, url_of
 from server.up import interrupts
@@ -283,7 +283,7 @@ def test_what_ended_early_is_told_with_its_cause_first(server: Server, tmp_path:
     instance: Any = server.children["instance-1"]
     instance.alive, instance.log, instance.tail = False, log, lambda: "its end"
     instance.cause = lambda: cause_in(log)
-    with pytest.raises(ProcessFailed) as failed:
+    with pytest.raises(CliError) as failed:
         server.wait_ready()
     first, *rest = str(failed.value).splitlines()
     assert first == "instance-1 ended early: ValueError: Free memory on device cuda:0 (0.06/1.0 GiB) is less"
@@ -311,7 +311,7 @@ def test_phases_of_a_start_and_what_keeps_an_instance_from_serving_are_said_once
 
     server.config = replace(server.config, ready_timeout_s=1234.0)
     with pytest.raises(
-        ProcessFailed,
+        CliError,
         match=r"after 1234 s .*\. instance-0: no memory\nThe logs are in .*logs",
     ):
         server.wait_ready(say=say)
@@ -521,10 +521,10 @@ def test_a_torchvision_of_another_torch_is_told_with_its_remedy(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failed(_: Server, **__: Any) -> None:
-        raise ProcessFailed("instance-0 ended early\nRuntimeError: operator torchvision::nms does not exist")
+        raise CliError("instance-0 ended early\nRuntimeError: operator torchvision::nms does not exist")
 
     run = run_with(monkeypatch, wait_ready=failed)
-    with pytest.raises(ProcessFailed, match=r"instance-0 ended early(.|\n)*pip uninstall -y torchvision torchaudio"):
+    with pytest.raises(CliError, match=r"instance-0 ended early(.|\n)*pip uninstall -y torchvision torchaudio"):
         run(UpConfig(model=str(model), name="toy", state_dir=tmp_path / "state", throwaway=True))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 import pytest
 
-from server.errors import CliError, Unauthorized, Unavailable
+from server.errors import CliError
 from server.gateway import UpstreamSettings
 from server.gateway.access.keys import KeyRing, Principal
 from server.gateway.access.records import ADMIN, DOOR, INFER, KEYS_PREFIX, DoorRecord, KeyRecord, digest_of
@@ -28,6 +28,7 @@ from server.key_limits import KeyLimits
 from tests.server.gateway.commands import command
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, admin, code, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, upstream
+from tests.server.refusals import refuses
 from tests.waiting import eventually, wait_until
 from weightsync.errors import StoreUnavailable
 
@@ -372,13 +373,13 @@ def test_nothing_is_open_before_the_store_was_read() -> None:
     file_key = hashlib.sha256(b"a-key-of-the-file").digest()
     ring = KeyRing({file_key: Principal("f", frozenset({INFER, ADMIN}), file_key)}, required=False)
     for key in (None, b"some other"):
-        with pytest.raises(Unavailable) as caught:
+        with refuses(503) as caught:
             ring.authorize(key, INFER)
         assert caught.value.code == "keys_unknown"
     assert ring.authorize(b"a-key-of-the-file", ADMIN).name == "f"
     ring.use_records([])
     assert ring.authorize(None, INFER).name == "anonymous"
-    with pytest.raises(Unauthorized):
+    with refuses(401):
         ring.authorize(None, ADMIN)
 
 
@@ -404,7 +405,7 @@ def test_a_key_works_until_the_moment_it_expires(monkeypatch: pytest.MonkeyPatch
     assert ring.authorize(b"one", INFER).name == "a"
     for now in (1000.0, 1000.1):
         monkeypatch.setattr(time, "time", lambda now=now: now)
-        with pytest.raises(Unauthorized) as caught:
+        with refuses(401) as caught:
             ring.authorize(b"one", INFER)
         assert caught.value.code == "expired_api_key"
 
@@ -417,7 +418,7 @@ def test_the_old_key_ends_with_its_grace_or_with_the_record() -> None:
     until = [ring.authorize(k, INFER).until for k in (b"one", key.encode())]
     assert until == [before.expires_at, before.expires_at]
     ring.use_records([replace(after, old_until=1.0)])
-    with pytest.raises(Unauthorized, match="expired"):
+    with refuses(401, match="expired"):
         ring.authorize(b"one", INFER)
 
 

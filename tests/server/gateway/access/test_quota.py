@@ -19,16 +19,16 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from loadtest.simulation.clock import Clock as StoreClock
 from loadtest.simulation.store import Client, ModelStore
-from server.errors import BadRequest
 from server.gateway.access import limits as meters
 from server.gateway.access.budgets import Budgets, SpentRecord
 from server.gateway.access.costs import BYTES_PER_TOKEN, MOST, USUAL_OUTPUT, Cost, Pace, bounded, reckon
 from server.gateway.access.keys import Principal
-from server.gateway.access.limits import SLOTS, Limits, Month, RateLimited, Window, this_month
+from server.gateway.access.limits import SLOTS, Limits, Month, Window, this_month
 from server.gateway.wire.bodies import NONE, Usage, check_object
 from server.key_limits import KeyLimits
 from tests.server.gateway.harness import RunningGateway, admin, new_key, post, running_gateway
 from tests.server.gateway.upstream import answering, upstream
+from tests.server.refusals import refuses
 from tests.waiting import eventually
 from weightsync.errors import StoreUnavailable
 from weightsync.store import Store, open_store
@@ -123,7 +123,7 @@ def test_the_bound_of_a_key_holds_where_an_answer_is_bounded_in_a_field_of_a_fie
     good = b'{"sampling_params":{"max_tokens":50}}'
     assert bounded(check_object(good), NESTED, 50, good) is good
     for bad in (b'{"sampling_params":{"max_tokens":51}}', b'{"sampling_params":{}}', b'{"max_tokens":5}'):
-        with pytest.raises(BadRequest, match="may ask for 50 tokens an answer at most"):
+        with refuses(400, match="may ask for 50 tokens an answer at most"):
             bounded(check_object(bad), NESTED, 50, bad)
 
 
@@ -190,7 +190,7 @@ def test_a_long_stream_counts_as_it_grows(clock: Clock) -> None:
     assert quota.used == 11 + 300
     clock.now += 5
     grant.grown(2000)
-    with pytest.raises(RateLimited):
+    with refuses(429):
         limits.admit(p, NONE, CHAT, b"{}")
     grant.settle(Usage(11, 1900), 200)
     assert quota.used == 1911
@@ -203,7 +203,7 @@ def test_what_is_refused_was_asked_for(clock: Clock) -> None:
     limits, p = Limits(Counter()), principal(requests_per_min=9, tokens_per_min=100, concurrency=1)
     body = b'{"max_tokens":45}'
     assert limits.admit(p, check_object(body), CHAT, body) is not None
-    with pytest.raises(RateLimited):
+    with refuses(429):
         limits.admit(p, check_object(body), CHAT, body)
     (meter,) = limits.meters()
     asked = {name.partition("/")[2]: quota.asked for name, quota in meter.quotas().items()}
@@ -215,7 +215,7 @@ def test_one_key_may_reserve_its_limit_to_the_last_token(clock: Clock) -> None:
     body = b'{"max_tokens":45}'  # 5 + 45
     for _ in range(2):
         assert limits.admit(p, check_object(body), CHAT, body) is not None
-    with pytest.raises(RateLimited) as caught:
+    with refuses(429) as caught:
         limits.admit(p, check_object(body), CHAT, body)
     assert caught.value.code == "tokens_limit"
     whole = b'{"max_tokens":95}'  # 5 + 95: as much as a minute has
@@ -256,7 +256,7 @@ def test_headers_and_retry_after(clock: Clock) -> None:
     clock.now += 20
     assert limits.admit(p, NONE, CHAT, b"{}") is not None
     clock.now += 10.5
-    with pytest.raises(RateLimited) as caught:
+    with refuses(429) as caught:
         limits.admit(p, NONE, CHAT, b"{}")
     assert (caught.value.retry_after_s, caught.value.code) == (31, "requests_limit")
     assert lines(limits.head(p))["x-ratelimit-reset-requests"] == "51s"
@@ -276,7 +276,7 @@ def test_a_wait_is_for_what_is_missing_and_no_longer(clock: Clock) -> None:
         assert limits.admit(p, check_object(body), CHAT, body) is not None
         clock.now += 10
     larger = b'{"max_tokens":55}'  # 5 + 55, of which 20 are left: the first 40 make room for it
-    with pytest.raises(RateLimited) as caught:
+    with refuses(429) as caught:
         limits.admit(p, check_object(larger), CHAT, larger)
     assert caught.value.retry_after_s == SLOTS - 20
     clock.now += caught.value.retry_after_s
@@ -294,7 +294,7 @@ def test_what_another_gateway_has_left_is_worth_another_try_at_once(clock: Clock
     quota.allotted = 1
     waits = []
     for quota.elsewhere in (8, 9):
-        with pytest.raises(RateLimited) as caught:
+        with refuses(429) as caught:
             limits.admit(p, NONE, CHAT, b"{}")
         waits.append(caught.value.retry_after_s)
     assert (waits, len(short)) == ([1, SLOTS], 1)
@@ -307,12 +307,12 @@ def test_what_is_refused_takes_nothing(clock: Clock) -> None:
     before = limits.head(p)
     assert grant is not None
     for body in (b'{"max_tokens":100}', b'{"max_tokens":200}', b'{"max_tokens":201}', b'{"max_tokens":200,"n":2}'):
-        with pytest.raises((RateLimited, BadRequest)):
+        with refuses(429, 400):
             limits.admit(p, check_object(body), CHAT, body)
     assert limits.head(p) == before
     grant.settle(None, 499)
     grant.settle(None, 499)
-    with pytest.raises(BadRequest):
+    with refuses(400):
         limits.admit(p, check_object(b'{"max_tokens":200,"n":2}'), CHAT, b"{}")
     assert limits.admit(p, check_object(b'{"max_tokens":100}'), CHAT, b"{}") is not None
     assert hits == {"concurrency": 3, "max_output": 1, "tokens": 1}

@@ -16,7 +16,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from server.errors import ConfigError, Forbidden, HttpError, Unauthorized, Unavailable
+from server.errors import ConfigError, HttpError
 from server.gateway import GatewayConfig, openapi
 from server.gateway.access import oidc, roles
 from server.gateway.access.keys import KeyRing
@@ -26,6 +26,7 @@ from server.gateway.app import build_app, routes_of
 from server.gateway.config import OidcSettings
 from server.gateway.middleware import is_public
 from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, request, running_gateway
+from tests.server.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ async def test_a_token_has_the_role_that_its_claims_stand_for(issuer: Issuer) ->
     ada = await admitting.authorize(issuer.token(), "operator")
     assert (ada.name, ada.who) == ("ada", f"oidc ada ({issuer.url})")
     assert ada.scopes == {"viewer", "operator"}
-    with pytest.raises(Forbidden):
+    with refuses(403):
         await admitting.authorize(issuer.token(), "publisher")
     both = await admitting.authorize(issuer.token(roles=["sre", "ml", "x"]), "publisher")
     assert both.digest == ada.digest  # the same person
@@ -258,7 +259,7 @@ async def test_rotation_and_an_issuer_that_is_away(issuer: Issuer, monkeypatch: 
     monkeypatch.setattr(oidc, "KEYS_S", 0.0)
     await admitting.authorize(issuer.token("second"), "viewer")  # the last keys count for a while
     monkeypatch.setattr(oidc, "STALE_S", 0.0)
-    with pytest.raises(Unavailable):
+    with refuses(503):
         await admitting.authorize(issuer.token("second"), "viewer")
 
 
@@ -296,5 +297,5 @@ def test_settings_that_would_admit_too_many(given: Any) -> None:
 
 
 async def test_without_an_issuer_a_token_is_an_unknown_key(issuer: Issuer) -> None:
-    with pytest.raises((Unauthorized, Unavailable)):
+    with refuses(401, 503):
         await AdminAccess(KeyRing({}, required=False), OidcSettings()).authorize(issuer.token(), "viewer")

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from server.errors import Unavailable
+from server.errors import HttpError
 from server.gateway import UpstreamSettings
 from server.gateway.fleet import retries
 from server.gateway.fleet.retries import Patience, WaitingRoom
@@ -108,7 +108,7 @@ async def test_held_after_a_refusal_which_leaves_its_connection_good(
 async def test_who_was_turned_away_by_one_that_looked_well_tries_again_before_anything_changes() -> None:
     room, woken = WaitingRoom(1), asyncio.Event()
     held = Mock(started=time.monotonic(), wake=woken.set)
-    room.enter(held, Patience("fleet", 3600.0, Unavailable("nobody came")), soon=True)
+    room.enter(held, Patience("fleet", 3600.0, HttpError(503, "nobody came")), soon=True)
     async with asyncio.timeout(60):
         await woken.wait()
     room.leave(held)

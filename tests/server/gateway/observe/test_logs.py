@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 import pytest
 
-from server.errors import BadRequest
+from server.errors import HttpError
 from server.gateway.observe import logs
 from server.gateway.observe.logs import AccessLog, JsonFormatter, LineWriter, json_line, text_line
 from server.gateway.observe.stats import Finished, of_refusal
@@ -216,7 +216,7 @@ def test_both_kinds_of_line_say_the_same() -> None:
     assert words.startswith("1970-01-01T00:00:01.500Z INFO hotswap.access: request_id=r1 method=POST")
     assert r'key="team \"a\""' in words
     assert (line["model"], " model=org/small " in words) == ("org/small", True)
-    refused = orjson.loads(json_line(of_refusal(b"r2", b"GET", "-", "-", BadRequest("No.", code="bad_head"))))
+    refused = orjson.loads(json_line(of_refusal(b"r2", b"GET", "-", "-", HttpError(400, "No.", code="bad_head"))))
     assert "model" not in refused
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.errors import HttpError, TooManyRequests, Unavailable
+from server.errors import HttpError
 from server.gateway import QueueSettings
 from server.gateway.access.costs import Cost
 from server.gateway.fleet.instance import HEADROOM, UNKNOWN, Signals, Window
@@ -27,6 +27,7 @@ from server.gateway.queue.line import (
     retry_after,
 )
 from server.gateway.wire.bodies import Usage
+from tests.server.refusals import refuses
 
 Tickets = list[Ticket[int]]
 numbers = itertools.count()
@@ -151,7 +152,7 @@ def test_the_longest_line_makes_room() -> None:
     longest = [ticket("a") for _ in range(3)]
     line = queue(*longest, max_entries=4)
     assert line.enter(ticket("b"), 0.0) is None
-    with pytest.raises(TooManyRequests) as refused:
+    with refuses(429) as refused:
         line.enter(ticket("a"), 0.0)
     assert (refused.value.code, refused.value.retry_after_s) == ("queue_full", 1)
     assert line.enter(ticket("c"), 0.0) is longest[-1]
@@ -170,14 +171,14 @@ def test_the_least_urgent_makes_room_and_has_none_when_all_are_more_urgent() -> 
     new = ticket("a", priority=-1)
     assert line.enter(new, 0.0) is patient
     assert line.displaced(patient, new, 0.0).code == "overloaded"
-    with pytest.raises(Unavailable) as refused:
+    with refuses(503) as refused:
         line.enter(ticket("c", priority=1), 0.0)
     assert refused.value.code == "overloaded"
 
 
 def test_bytes_are_bounded() -> None:
     line = queue(first := ticket("a", size=60), max_bytes=100)
-    with pytest.raises(Unavailable):
+    with refuses(503):
         line.enter(ticket("b", size=41), 0.0)
     line.leave(first)
     line.enter(ticket("b", size=100), 0.0)
@@ -218,7 +219,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     now = steady(line, 0.1)
     for _ in range(49):
         line.enter(ticket("x"), now)
-    with pytest.raises(Unavailable) as refused:
+    with refuses(503) as refused:
         line.enter(ticket("x", deadline=now + 2.0), now)
     assert (refused.value.code, refused.value.retry_after_s) == ("deadline_unmet", 4)  # 51 before it, 0.1 s each
     line.enter(ticket("fresh", deadline=now + 2.0), now)  # its share is not used up: it goes second
@@ -231,7 +232,7 @@ def test_who_would_be_next_may_always_try() -> None:
     now = steady(line, 10.0)
     drained(line, now)
     line.enter(ticket("x", deadline=now + 1.0), now)
-    with pytest.raises(Unavailable):
+    with refuses(503):
         line.enter(ticket("x", deadline=now + 1.0), now)
     line.pop(now + 0.1)
     line.enter(ticket("x", deadline=now + 1.0), now + 0.1)
@@ -242,7 +243,7 @@ def test_a_wait_over_the_longest_is_refused_at_once() -> None:
     now = steady(line, 0.1)
     while line.waiting < 20:  # 21 before it would be 2.1 s
         line.enter(ticket("x"), now)
-    with pytest.raises(Unavailable) as refused:
+    with refuses(503) as refused:
         line.enter(ticket("x"), now)
     assert refused.value.code == "overloaded"
     line.pop(now)

@@ -13,7 +13,7 @@ import pytest
 
 from loadtest.simulation.clock import Clock, simulated
 from loadtest.simulation.store import Client, ModelStore
-from server.errors import ConfigError, Conflict, NotFound
+from server.errors import ConfigError
 from server.gateway.access.records import By
 from server.gateway.observe.stats import Finished
 from server.gateway.release.evidence import Observer, Watched, summed
@@ -25,6 +25,7 @@ from server.gateway.release.runner import Releases
 from server.gateway.release.scoring import ScoringFailed
 from server.gateway.release.statistics import Tally
 from server.gateway.wire.bodies import Usage
+from tests.server.refusals import refuses
 from tests.waiting import eventually, stays
 from weightsync.errors import swap_aborted
 
@@ -304,7 +305,7 @@ async def test_a_fleet_that_refuses_keeps_the_stable_version(
 
 @simulated
 async def test_an_operator_may_cancel_it(clock: Clock, two: Two) -> None:
-    with pytest.raises(Conflict, match="No release"):
+    with refuses(409, match="No release"):
         await two.releases[1].cancel(By("me"))
     await two.releases[0].start(13, POLICY, By("somebody"))
     await two.until("held")
@@ -346,13 +347,13 @@ async def test_what_cannot_begin(clock: Clock, two: Two) -> None:
     releases = two.releases[0]
     with pytest.raises(ConfigError, match="no metric"):
         await releases.start(13, "steps: [{traffic: 1, for: 1s, conditions: [{metric: x, max: 1}]}]", By("me"))
-    with pytest.raises(NotFound, match="14"):
+    with refuses(404, match="14"):
         await releases.start(14, POLICY, By("me"))
-    with pytest.raises(Conflict, match="active already"):
+    with refuses(409, match="active already"):
         await releases.start(12, POLICY, By("me"))
     await releases.start(13, POLICY, By("me"))
     await two.until("held")
-    with pytest.raises(Conflict, match="share the traffic"):
+    with refuses(409, match="share the traffic"):
         await releases.start(13, POLICY, By("me"))
     two.fleet.shares = {}  # an operator has ended the split
     assert (await two.until("cancelled")).ended

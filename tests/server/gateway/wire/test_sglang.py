@@ -14,12 +14,13 @@ from typing import Any
 import orjson
 import pytest
 
-from server.errors import BadRequest, BadUpstream
+from server.errors import BadUpstream
 from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
 from server.gateway.wire.sglang import Translation, translate
 from tests.server.continued import Fleet, event
 from tests.server.gateway.harness import RunningGateway, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, Handler, answering, cut, streaming
+from tests.server.refusals import refuses
 
 TEXT = {"text": "3+4="}
 OFF = {"eject_after": 10**9, "min_requests": 10**9}
@@ -136,7 +137,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [  # body, the error's `param`
 
 @pytest.mark.parametrize(("body", "param", "says"), REFUSALS)
 def test_what_is_refused(body: dict[str, Any], param: str, says: str) -> None:
-    with pytest.raises(BadRequest) as refused:
+    with refuses(400) as refused:
         translate(orjson.dumps(body))
     assert refused.value.param == param
     assert says in refused.value.message
