@@ -1,39 +1,33 @@
 """The errors of the trainer.
 
-TrainerError                 base: message says what to do, `exit_code` is what the process ends with
-├── ConfigError              a key of the configuration is unknown, missing or impossible
-├── ModelError               the model directory cannot be trained, or not exactly
-│   └── WeightsError         a weight file is missing, truncated, or does not fit the model
-├── UnsupportedMegatron      the installed Megatron-Core is a release whose private names may be others
-├── DataError                a record of the data set cannot be used
-├── RewardError              a reward gave no value (not a wrong answer: that is a score)
-│   ├── RewardTimeout        it took too long and was killed
-│   └── SandboxUnavailable   code cannot be run in isolation on this machine
-├── EnvironmentFailed        an episode could not be played: the environment raised, hung, died or answered nonsense
-├── RolloutError             the gateway refused a request, or did not answer within the retry budget
-├── TeacherError             the teacher of a distillation refused, or answered something else than log-probs
-│   └── TeacherUnreachable   it did not answer within the retry budget
-├── PublishError             a version could not be published or did not become active
-├── CheckpointError          a checkpoint could not be written
-│   └── ResumeError          a checkpoint is torn, or belongs to another run
-├── ReportError              a run cannot be reported on
-├── NoLayout                 no parallel layout of a model fits on the GPUs there are
-├── MemoryPlanError          a phase cannot be held in memory, or a component cannot change as asked
-│   ├── OverBudget           what a phase needs is more than the budget; nothing was moved
-│   └── SleepTimeout         instances did not fall asleep, or wake, in time
-├── Diverged                 the loss or the gradient is no longer a finite number
-├── Preempted                SIGTERM came; what there is was saved
-├── RankLost                 another rank died, or the network between the ranks
-└── RankFailed               another rank failed; its own message was printed there
+TrainerError               base: message says what to do, `exit_code` is what the process ends with
+├── ConfigError            a key of the configuration is unknown, missing or impossible
+├── ModelError             the model directory, or a file of weights in it, cannot be trained, or not exactly
+├── DataError              a record of the data set, or a file of metrics, cannot be used
+├── RewardError            a reward gave no value (not a wrong answer: that is a score)
+├── EnvironmentFailed      an episode could not be played: the environment raised, hung, died or answered nonsense
+├── RolloutError           the gateway or the teacher refused a request, or did not answer within the retry budget
+├── PublishError           a version could not be published or did not become active
+├── CheckpointError        a checkpoint could not be written
+│   └── ResumeError        a checkpoint is torn, or belongs to another run
+├── MemoryPlanError        a phase, or every layout, needs more memory than there is, or a component cannot change
+├── Diverged               the loss or the gradient is no longer a finite number
+├── Preempted              SIGTERM came; what there is was saved
+└── RankFailed             another rank failed; its own message was printed there
 """
 
 from __future__ import annotations
 
 
 class TrainerError(Exception):
-    """Base of the tree. `exit_code` 2 means the user can fix it before the run, 1 that it went wrong while running."""
+    """Base of the tree. `exit_code` 2 means the user can fix it before the run, 1 that it went wrong while running.
+    `code` says what its class does not."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "", *, code: str = "", exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.code, self.exit_code = code, exit_code or self.exit_code
 
 
 class ConfigError(TrainerError, ValueError):
@@ -47,81 +41,37 @@ class ConfigError(TrainerError, ValueError):
 
 
 class ModelError(TrainerError):
-    """The model directory cannot be trained, or its architecture or an option is not converted exactly."""
+    """The model directory cannot be trained, or its architecture or an option is not converted exactly; a weight file
+    is missing, truncated or of another model; or the installed Megatron-Core is a release that is not supported."""
 
     exit_code = 2
-
-
-class WeightsError(ModelError):
-    """A weight file is missing, truncated, or does not fit the model. `file` and `tensor` say where, when known."""
-
-    def __init__(self, message: str, *, file: str = "", tensor: str = "") -> None:
-        self.file, self.tensor = file, tensor
-        super().__init__(message)
-
-
-class UnsupportedMegatron(TrainerError):
-    """The installed Megatron-Core is a release whose private names may be others than those used here."""
-
-    exit_code = 2
-
-    def __init__(self, found: str | None, supported: tuple[str, ...]) -> None:
-        self.found = found
-        state = f"Megatron-Core {found} is installed" if found is not None else "Megatron-Core is not installed"
-        super().__init__(
-            f"{state}, and Hotswap works with {' or '.join(supported)}: install one of them (docs/install.md)"
-        )
 
 
 class DataError(TrainerError):
-    """A record of the data set cannot be used."""
+    """A record of the data set cannot be used. Of a report: a metrics file is missing, empty or none, or the report
+    cannot be written."""
 
     exit_code = 2
 
 
 class RewardError(TrainerError):
     """A reward raised, returned something that is not a finite number, or its process ended. Counted; the step goes
-    on."""
-
-
-class RewardTimeout(RewardError):
-    """A reward took too long. Its process was killed and replaced."""
-
-
-class SandboxUnavailable(RewardError):
-    """This machine cannot isolate untrusted code: bubblewrap is missing, or the kernel refuses its namespaces."""
-
-    exit_code = 2
+    on. Code `timeout`: it took too long, and was killed or cancelled. With `exit_code` 2 this machine cannot isolate
+    untrusted code: bubblewrap is missing, or the kernel refuses its namespaces."""
 
 
 class EnvironmentFailed(TrainerError):
-    """An episode could not be played. It is played again or left out; nothing is trained on it."""
-
-
-class EpisodeInterrupted(EnvironmentFailed):
-    """The process of an episode ended for the sake of another one. It has to be played again, and is not to blame."""
+    """An episode could not be played. It is played again or left out; nothing is trained on it. Code `interrupted`: its
+    process ended for the sake of another episode, and it is not to blame."""
 
 
 class RolloutError(TrainerError):
-    """The gateway refused a request, or did not answer within the retry budget. `status` is the HTTP status (0:
-    none)."""
+    """The gateway, or the teacher of a distillation, refused a request, did not answer within the retry budget, or
+    answered something else. `status` is the HTTP status (0: none)."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         self.status = status
         super().__init__(message)
-
-
-class TeacherError(TrainerError):
-    """The teacher of a distillation refused, or answered something else than log-probs. `status` is the HTTP status
-    (0: none)."""
-
-    def __init__(self, message: str, *, status: int = 0) -> None:
-        self.status = status
-        super().__init__(message)
-
-
-class TeacherUnreachable(TeacherError):
-    """The teacher did not answer within the retry budget."""
 
 
 class PublishError(TrainerError):
@@ -134,11 +84,7 @@ class PublishError(TrainerError):
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint could not be written. The ones before it are whole."""
-
-
-class ExportError(TrainerError):
-    """A Hugging Face checkpoint could not be written. Training is unharmed."""
+    """A checkpoint could not be written, and the ones before it are whole; or a Hugging Face checkpoint could not."""
 
 
 class ResumeError(CheckpointError):
@@ -147,34 +93,10 @@ class ResumeError(CheckpointError):
     exit_code = 2
 
 
-class ReportError(TrainerError):
-    """A metrics file is missing, empty or none, or the report cannot be written."""
-
-    exit_code = 2
-
-
-class NoLayout(TrainerError):
-    """No layout of the model fits on these GPUs; the message has the nearest miss."""
-
-    exit_code = 2
-
-
 class MemoryPlanError(TrainerError):
-    """A phase cannot be held in memory, or a component was asked for something that its state does not allow."""
-
-
-class OverBudget(MemoryPlanError):
-    """A phase needs more bytes than the budget has. Raised before anything is moved; the message has the numbers."""
-
-    exit_code = 2
-
-    def __init__(self, message: str, *, needed: int, budget: int) -> None:
-        self.needed, self.budget = needed, budget
-        super().__init__(message)
-
-
-class SleepTimeout(MemoryPlanError):
-    """Instances did not fall asleep, or did not wake, in time."""
+    """A component was asked for something that its state does not allow, or instances did not fall asleep, or wake, in
+    time. With `exit_code` 2 a phase needs more bytes than the budget has, and nothing was moved; or no layout of the
+    model fits on these GPUs. The message has the numbers."""
 
 
 class Diverged(TrainerError):
@@ -185,10 +107,6 @@ class Preempted(TrainerError):
     """The run was asked to end by SIGTERM, and has saved what there is. It is not done: the same command goes on."""
 
     exit_code = 143
-
-
-class RankLost(TrainerError):
-    """Another rank died without a word, or the network between the ranks did."""
 
 
 class RankFailed(TrainerError):

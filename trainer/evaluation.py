@@ -22,7 +22,7 @@ class EvalSet:
     """One entry of `eval`, opened. Close it at the end."""
 
     def __init__(self, entry: EvalConfig, config: TrainerConfig, trained: Dataset, tokenizer: Tokenizer) -> None:
-        """`trained` is the run's own data. Raises ConfigError, DataError, SandboxUnavailable."""
+        """`trained` is the run's own data. Raises ConfigError, DataError, RewardError."""
         self.config = entry
         self.scorer: Scorer | None = None  # the run's
         self.records = _records(entry, config, trained, tokenizer)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.checkpoint.checkpoints import open_checkpoints
 from trainer.config import TrainerConfig
-from trainer.errors import ConfigError, ExportError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
@@ -93,7 +93,7 @@ def _put(made: Path, directory: Path, record: dict[str, Any] | None) -> None:
 
 
 def write_hf(config: TrainerConfig, shape: ModelShape, engine: Engine, directory: Path) -> None:
-    """The engine's weights as a Hugging Face checkpoint directory, or its adapter as PEFT's. Raises ExportError."""
+    """The engine's weights as a Hugging Face checkpoint directory, or its adapter as PEFT's. Raises CheckpointError."""
     model, lora = config.model, config.lora
     merged = lora is not None and lora.save == "merged"
     on_rank_zero(lambda: _make(directory))
@@ -107,7 +107,7 @@ def write_hf(config: TrainerConfig, shape: ModelShape, engine: Engine, directory
 
 def write_parts(directory: Path, tensors: Iterator[tuple[str, Tensor]], part: int) -> list[tuple[str, str, int]]:
     """Each rank writes what it exports into `directory`, which is there; `part` is its number. (tensor, file, bytes) of
-    all ranks. Raises ExportError on every rank when one could not write."""
+    all ranks. Raises CheckpointError on every rank when one could not write."""
     written, problem = [], ""
     try:
         written = write_shards(directory, tensors, part)
@@ -117,13 +117,13 @@ def write_parts(directory: Path, tensors: Iterator[tuple[str, Tensor]], part: in
             pass
     shares = gather_json([written, problem])
     if problems := [problem for _, problem in shares if problem]:
-        raise ExportError(problems[0])
+        raise CheckpointError(problems[0])
     return [(name, file, size) for share, _ in shares for name, file, size in share]
 
 
 def export_saved(config: TrainerConfig, shape: ModelShape, engine: Engine, directory: str, step: int | None) -> int:
     """Write the weights of a saved checkpoint (the newest whole one, or that of `step`) to `directory`; returns its
-    step. Raises ConfigError, ResumeError, ExportError."""
+    step. Raises ConfigError, ResumeError, CheckpointError."""
     checkpoints = open_checkpoints(config, shape, engine)
     if checkpoints is None:
         raise ConfigError("checkpoint", "missing, so there is nothing to export", "Add checkpoint: {path: ...}")
@@ -139,5 +139,5 @@ def _make(directory: Path) -> None:
         raise _refused(directory, error) from None
 
 
-def _refused(directory: Path, error: Exception) -> ExportError:
-    return ExportError(f"cannot write {directory} ({error}). Free space, or choose another directory.")
+def _refused(directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"cannot write {directory} ({error}). Free space, or choose another directory.")

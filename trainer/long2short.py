@@ -21,7 +21,7 @@ from trainer.config import TrainerConfig, load
 from trainer.data import build_dataset
 from trainer.data.records import Record, take
 from trainer.data.tokenizer import Tokenizer, model_tokenizer
-from trainer.errors import ConfigError, WeightsError
+from trainer.errors import ConfigError, ModelError
 from trainer.launch import status_of
 from trainer.megatron.hf_files import HfTensors, finish_checkpoint, write_shards
 from trainer.rewards import build_scorer
@@ -40,11 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def merge(long: str | Path, short: str | Path, into: str | Path, share: float = 0.5) -> None:
     """Write `share` x the long model's weights + (1 - share) x the short one's, in the long one's dtypes, with its
-    configuration and tokenizer. Raises WeightsError for models of other tensors."""
+    configuration and tokenizer. Raises ModelError for models of other tensors."""
     one, other = HfTensors(long), HfTensors(short)
     other.check((name, "", shape) for name, shape in one.shapes.items())
     if more := other.shapes.keys() - one.shapes.keys():
-        raise WeightsError(f"{long} has no tensor {min(more)}, {short} has. Merge models of one architecture.")
+        raise ModelError(f"{long} has no tensor {min(more)}, {short} has. Merge models of one architecture.")
     target = Path(into)
     target.mkdir(parents=True, exist_ok=True)
 

@@ -298,7 +298,7 @@ class RankZeroComponents:
     sets too."""
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
-        """Raises ConfigError, DataError, SandboxUnavailable for what the user must correct."""
+        """Raises ConfigError, DataError, RewardError for what the user must correct."""
         self._config = config
         self._tokenizer = tokenizer = model_tokenizer(config.model)
         if tokenizer.size > shape.vocab:

@@ -29,10 +29,6 @@ GRACE_S = 0.5  # for a coroutine to be cancelled in its worker before the worker
 MARK = "HOTSWAP_WORKER"  # in the environment of a worker and of all that descend from it
 
 
-class Lost(Exception):
-    """The worker was killed for another request's sake, or died."""
-
-
 class WorkerProcess:
     """One process. `room` requests fit into it, `busy` are in it; `nbytes` is what it says it holds. `killed`: the
     trainer ended it, for the sake of one of its requests."""
@@ -65,7 +61,7 @@ class WorkerProcess:
         return said
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask it, and wait for its reply. Raises Lost."""
+        """Ask it, and wait for its reply. Raises ConnectionError: it was killed for another request's sake, or died."""
         assert self.process.stdin is not None
         self._serial += 1
         number, future = self._serial, asyncio.get_running_loop().create_future()
@@ -74,8 +70,6 @@ class WorkerProcess:
             self.process.stdin.write(orjson.dumps({"id": number, **request}) + b"\n")
             await self.process.stdin.drain()
             return await future
-        except (ConnectionError, BrokenPipeError):
-            raise Lost from None
         finally:
             self._waiting.pop(number, None)
 
@@ -93,7 +87,7 @@ class WorkerProcess:
                 os.kill(pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill it; whoever still waits for a reply gets Lost."""
+        """Kill it; whoever still waits for a reply gets ConnectionError."""
         self.kill()
         with contextlib.suppress(ProcessLookupError):
             await self.process.wait()
@@ -119,7 +113,7 @@ class WorkerProcess:
         finally:
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(Lost())
+                    future.set_exception(ConnectionError())
 
 
 async def start_worker(

@@ -14,7 +14,7 @@ import pytest
 from tests.lacking import lacking
 from tests.world import rows
 from trainer.config import CodeReward, MathReward, RewardConfig
-from trainer.errors import SandboxUnavailable
+from trainer.errors import RewardError
 from trainer.rewards import RewardRequest, Score, build_scorer
 from trainer.rewards.rules import MathAnswer
 
@@ -36,7 +36,9 @@ def scores(config: RewardConfig, asked: Sequence[RewardRequest]) -> list[Score]:
     try:
         with contextlib.closing(build_scorer([config])) as scorer:
             return asyncio.run(all_of_them())
-    except SandboxUnavailable as error:
+    except RewardError as error:
+        if error.exit_code != 2:
+            raise
         lacking(str(error))
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from trainer.api import wire
-from trainer.api.errors import ApiError, BadRequest, Gone, NotFound, TooMany
+from trainer.api.errors import ApiError
 from trainer.api.journal import Answer, Record
 from trainer.api.queue import LONG_POLL_S
 from trainer.api.sampling import Client, Gateway, Sampler
@@ -47,17 +47,17 @@ class Door:
         self._samples: dict[str, tuple[str, asyncio.Task[Answer]]] = {}  # (owner, task) by request
 
     async def client(self, request: Request) -> Client:
-        """Raises Unauthorized, Unavailable."""
+        """Raises ApiError (401, 503)."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return await self.gateway.client(request.headers.get("x-api-key") or bearer)
 
     def begin_sample(self, client: Client, identity: str, asked: wire.SampleRequest, record: Record) -> None:
-        """One that has begun already goes on. Raises TooMany."""
+        """One that has begun already goes on. Raises ApiError (429)."""
         if identity in self._samples:
             return
         most = self.service.config.limits.pending
         if sum(owner == client.owner and not task.done() for owner, task in self._samples.values()) >= most:
-            raise TooMany(f"{most} samples of this key are under way: wait for answers, then go on")
+            raise ApiError(429, f"{most} samples of this key are under way: wait for answers, then go on")
         task = asyncio.create_task(self._sampled(client, asked, record.about["directory"]))
         self._samples[identity] = client.owner, task
         task.add_done_callback(
@@ -65,15 +65,15 @@ class Door:
         )
 
     async def sample(self, client: Client, identity: str) -> Answer | None:
-        """None while it is under way. Raises Gone."""
+        """None while it is under way. Raises ApiError (410)."""
         owner, task = self._samples.get(identity, ("", None))
         if task is None or owner != client.owner:
-            raise Gone(f"the sample {identity} is not known here, perhaps after a restart: ask for it again")
+            raise ApiError(410, f"the sample {identity} is not known here, perhaps after a restart: ask for it again")
         await asyncio.wait([task], timeout=LONG_POLL_S)
         if not task.done():
             return None
         if task.cancelled():
-            raise Gone(f"the sample {identity} was cancelled")
+            raise ApiError(410, f"the sample {identity} was cancelled")
         return task.result()
 
     def cancel_sample(self, client: Client, identity: str) -> None:
@@ -116,22 +116,22 @@ def build_app(door: Door, start: Callable[[], Any], stop: Callable[[], Any]) -> 
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    known = error if isinstance(error, ApiError) else ApiError(str(error))
+    known = error if isinstance(error, ApiError) else ApiError(500, str(error))
     return JSONResponse(known.body(), status_code=known.status)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    refused = NotFound if error.status_code == 404 else BadRequest
+    status = 404 if error.status_code == 404 else 400
     message = f"{request.method} {request.url.path}: {error.detail}. See docs/trainer/api.md for what there is"
-    return JSONResponse(refused(message).body(), status_code=error.status_code, headers=error.headers)
+    return JSONResponse(ApiError(status, message).body(), status_code=error.status_code, headers=error.headers)
 
 
 async def _misread(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    return JSONResponse(BadRequest(f"{name}: {first['msg']}", param=name).body(), status_code=400)
+    return JSONResponse(ApiError(400, f"{name}: {first['msg']}", param=name).body(), status_code=400)
 
 
 def door_of(request: Request) -> Door:
@@ -140,19 +140,19 @@ def door_of(request: Request) -> Door:
 
 
 async def _asked(request: Request) -> tuple[Door, Client]:
-    """Raises Unauthorized, Unavailable."""
+    """Raises ApiError (401, 503)."""
     door = door_of(request)
     return door, await door.client(request)
 
 
 async def content_of(request: Request) -> bytes:
-    """The body, decompressed. Raises BadRequest."""
+    """The body, decompressed. Raises ApiError (400)."""
     most = door_of(request).service.config.limits.body_mb << 20
     parts, size = [], 0
     async for part in request.stream():
         parts.append(part)
         if (size := size + len(part)) > most:
-            raise BadRequest(f"the body has more than {most >> 20} MB: send fewer sequences at once", "too_large")
+            raise ApiError(400, f"the body has more than {most >> 20} MB: send fewer sequences at once", "too_large")
     content = b"".join(parts)
     if request.headers.get("content-encoding") != "zstd":
         return content
@@ -160,20 +160,20 @@ async def content_of(request: Request) -> bytes:
         reader = zstandard.ZstdDecompressor().stream_reader(content)
         content = reader.read(most + 1)
     except zstandard.ZstdError as error:
-        raise BadRequest(f"the body is not zstd: {error}") from None
+        raise ApiError(400, f"the body is not zstd: {error}") from None
     if len(content) > most:
-        raise BadRequest(f"the body has more than {most >> 20} MB: send fewer sequences at once", "too_large")
+        raise ApiError(400, f"the body has more than {most >> 20} MB: send fewer sequences at once", "too_large")
     return content
 
 
 async def body_of(request: Request, kind: type[B]) -> B:
-    """Raises BadRequest."""
+    """Raises ApiError (400)."""
     try:
         return kind.model_validate_json(await content_of(request) or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or "body"
-        raise BadRequest(f"{name}: {first['msg']}", param=name) from None
+        raise ApiError(400, f"{name}: {first['msg']}", param=name) from None
 
 
 def _future(model: str, seq: int) -> dict[str, Any]:
@@ -325,7 +325,7 @@ async def asample(request: Request) -> dict[str, Any]:
     door, client = await _asked(request)
     body = await body_of(request, wire.SampleRequest)
     if body.sampling_session_id is None or body.seq_id is None:
-        raise BadRequest("a sample needs sampling_session_id and seq_id: create a sampling client first")
+        raise ApiError(400, "a sample needs sampling_session_id and seq_id: create a sampling client first")
     record = door.service.record(SAMPLER, body.sampling_session_id, client)
     identity = f"{record.id}:{body.seq_id}"
     door.begin_sample(client, identity, body, record)
@@ -346,7 +346,7 @@ async def retrieve_future(request: Request) -> Response:
     identity = (await body_of(request, wire.RequestId)).request_id
     of, _, number = identity.rpartition(":")
     if not number.isdecimal():
-        raise NotFound(f"{identity!r} is no request of this server")
+        raise ApiError(404, f"{identity!r} is no request of this server")
     if ":sample:" in of:
         answer = await door.sample(client, identity)
     else:

@@ -1,81 +1,47 @@
-"""The errors that a client of the training API gets when its request cannot be done as asked.
+"""The error that a client of the training API gets when its request cannot be done as asked.
 
-ApiError          base: `status` of the HTTP answer, `code`, `param`, and a message that says what to do
-├── BadRequest    the request must be changed (400)
-│   └── Taken     another client has what only one can have
-├── Unauthorized  the key is missing, or the gateway does not know it (401)
-├── NotFound      it is not there, or it is another key's (404)
-├── Gone          a result that is no longer kept (410); the SDK asks anew
-├── TooMany       a limit of the key is reached (429); the SDK waits
-└── Unavailable   the gateway does not answer (503); the SDK tries again
-    └── Ended     the server ends, or its ranks start again
+ApiError          `status` of the HTTP answer, `code`, `param`, and a message that says what to do
+└── Ended         the server ends, or its ranks start again
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from trainer.errors import TrainerError
+
+# The statuses that are answered, each with its code where the fault has none of its own.
+CODES: Final = {
+    400: "invalid_request",  # the request must be changed
+    401: "invalid_api_key",  # the key is missing or not known
+    404: "not_found",  # it is not there, or it is another key's
+    410: "result_gone",  # a result that is no longer kept; the SDK asks anew
+    429: "limit_reached",  # a limit of the key is reached; the SDK waits
+    500: "server_error",
+    503: "gateway_unavailable",  # the gateway does not answer; the SDK tries again
+}
 
 
 class ApiError(TrainerError):
     """Base of the tree."""
 
-    status, code, user = 500, "server_error", False
+    def __init__(self, status: int, message: str, code: str = "", param: str | None = None) -> None:
+        self.status, self.param = status, param
+        super().__init__(message, code=code or CODES[status])
 
-    def __init__(self, message: str, code: str = "", param: str | None = None) -> None:
-        self.code, self.param = code or self.code, param
-        super().__init__(message)
+    @property
+    def user(self) -> bool:
+        """Whether the client has to change something."""
+        return self.status < 500
 
     def body(self) -> dict[str, Any]:
         """Of an HTTP answer, in the shape of the gateway's."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "invalid_request_error" if self.user else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class BadRequest(ApiError):
-    """The request must be changed."""
-
-    status, code, user = 400, "invalid_request", True
-
-
-class Taken(BadRequest):
-    """Another client has what only one can have at a time."""
-
-    code = "weights_taken"
-
-
-class Unauthorized(ApiError):
-    """The key is missing or not known."""
-
-    status, code, user = 401, "invalid_api_key", True
-
-
-class NotFound(ApiError):
-    """It is not there, or it is another key's."""
-
-    status, code, user = 404, "not_found", True
-
-
-class Gone(ApiError):
-    """A result that is no longer kept."""
-
-    status, code, user = 410, "result_gone", True
-
-
-class TooMany(ApiError):
-    """A limit of the key is reached."""
-
-    status, code, user = 429, "limit_reached", True
-
-
-class Unavailable(ApiError):
-    """The gateway does not answer."""
-
-    status, code = 503, "gateway_unavailable"
-
-
-class Ended(Unavailable):
+class Ended(ApiError):
     """The server ends, or its ranks start again. The acknowledged requests are done after that."""
 
-    code = "server_ended"
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, "server_ended")

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.api.errors import BadRequest
+from trainer.api.errors import ApiError
 from trainer.api.wire import Batch, Datum
 
 TARGETS, WEIGHTS, SAMPLER, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
@@ -97,20 +97,22 @@ LOSSES: Final = {
 
 
 def check(batch: Batch, vocabulary: int, longest: int) -> tuple[Loss, dict[str, float]]:
-    """The loss of a batch and its options. Raises BadRequest for what cannot be computed."""
+    """The loss of a batch and its options. Raises ApiError (400) for what cannot be computed."""
     loss = LOSSES.get(batch.loss)
     if loss is None:
         known = ", ".join(LOSSES)
-        raise BadRequest(
-            f"the loss {batch.loss!r} is not known here: use one of {known}, or forward_backward_custom", "unknown_loss"
+        raise ApiError(
+            400,
+            f"the loss {batch.loss!r} is not known here: use one of {known}, or forward_backward_custom",
+            "unknown_loss",
         )
     if not batch.data:
-        raise BadRequest("the batch is empty: give at least one datum")
+        raise ApiError(400, "the batch is empty: give at least one datum")
     options = dict(loss.options)
     for name, value in batch.options.items():
         if name not in options or isinstance(value, str) or not np.isfinite(value):
             takes = f"it takes the numbers {', '.join(options)}" if options else "it takes no options"
-            raise BadRequest(f"loss_fn_config[{name!r}] = {value!r} is nothing that {batch.loss} can use: {takes}")
+            raise ApiError(400, f"loss_fn_config[{name!r}] = {value!r} is nothing that {batch.loss} can use: {takes}")
         options[name] = float(value)
     for number, datum in enumerate(batch.data):
         _check_datum(f"datum {number}", datum, loss, batch.loss, vocabulary, longest)
@@ -120,21 +122,23 @@ def check(batch: Batch, vocabulary: int, longest: int) -> tuple[Loss, dict[str, 
 def _check_datum(what: str, datum: Datum, loss: Loss, name: str, vocabulary: int, longest: int) -> None:
     length = len(datum.tokens)
     if not 0 < length <= longest:
-        raise BadRequest(f"{what} has {length} tokens: give 1 to {longest}, which is the model's context")
+        raise ApiError(400, f"{what} has {length} tokens: give 1 to {longest}, which is the model's context")
     fields = (TARGETS, *loss.needs)
     if missing := [key for key in fields if key not in datum.inputs and key not in loss.ones]:
-        raise BadRequest(f"{what} has no loss_fn_inputs[{missing[0]!r}], which {name} needs")
+        raise ApiError(400, f"{what} has no loss_fn_inputs[{missing[0]!r}], which {name} needs")
     if unknown := sorted(datum.inputs.keys() - set(fields)):
-        raise BadRequest(f"{what} has loss_fn_inputs[{unknown[0]!r}]: {name} reads {', '.join(fields)} alone")
+        raise ApiError(400, f"{what} has loss_fn_inputs[{unknown[0]!r}]: {name} reads {', '.join(fields)} alone")
     for key, values in datum.inputs.items():
         if values.shape != (length,):
             shape = tuple(values.shape)
-            raise BadRequest(f"{what}: {key} has the shape {shape}, but its input has {length} tokens: give one each")
+            raise ApiError(
+                400, f"{what}: {key} has the shape {shape}, but its input has {length} tokens: give one each"
+            )
         if key != TARGETS and not np.isfinite(values).all():
-            raise BadRequest(f"{what}: {key} has a number that is not finite")
+            raise ApiError(400, f"{what}: {key} has a number that is not finite")
     for key, tokens in (("model_input", datum.tokens), (TARGETS, datum.inputs[TARGETS])):
         if tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocabulary:
-            raise BadRequest(f"{what}: {key} must be token ids, whole numbers from 0 to {vocabulary - 1}")
+            raise ApiError(400, f"{what}: {key} must be token ids, whole numbers from 0 to {vocabulary - 1}")
 
 
 def column(loss: Loss, data: list[Datum], key: str, width: int, dtype: Any) -> Tensor:

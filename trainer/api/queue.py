@@ -12,7 +12,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from trainer.api.errors import ApiError, BadRequest, Ended, Gone, TooMany
+from trainer.api.errors import ApiError, Ended
 from trainer.api.journal import Answer, Done, Journal, Request
 from trainer.errors import ConfigError, TrainerError
 
@@ -47,25 +47,25 @@ class Queue:
             await self._wait_its_turn(request)
 
     async def submit(self, request: Request) -> None:
-        """Take a request; returns when it is on disk. One that was taken before is the same one. Raises TooMany, Gone,
-        Ended, and BadRequest for another request under the same number."""
+        """Take a request; returns when it is on disk. One that was taken before is the same one. Raises Ended, ApiError
+        (429, 410; 400 for another request under the same number)."""
         self._check()
         line = await self._line(request.model)
         if self.pending[request.owner] >= self._most and request.seq not in line.waiting:
-            raise TooMany(f"{self._most} requests of this key wait for their turn: wait for answers, then go on")
+            raise ApiError(429, f"{self._most} requests of this key wait for their turn: wait for answers, then go on")
         if request.seq < line.next:
             digest = await asyncio.to_thread(self._journal.digest, request.model, request.seq)
             if digest is None:
-                raise Gone(f"request {request.id} was answered long ago: go on with number {line.next}")
+                raise ApiError(410, f"request {request.id} was answered long ago: go on with number {line.next}")
         else:
             digest = await asyncio.to_thread(self._journal.accept, request)
         if digest is not None and digest != request.digest:
             advice = "give each request a number of its own, and send a repeated one as it was"
-            raise BadRequest(f"request {request.id} was another one: {advice}", "sequence_reused")
+            raise ApiError(400, f"request {request.id} was another one: {advice}", "sequence_reused")
         await self._wait_its_turn(request)
 
     async def result(self, model: str, seq: int, timeout_s: float = LONG_POLL_S) -> Answer | None:
-        """The answer, as soon as there is one; None if there is none by then. Raises Gone, Ended."""
+        """The answer, as soon as there is one; None if there is none by then. Raises ApiError (410), Ended."""
         event = self._answered.get(f"{model}:{seq}")
         if event is not None:
             try:
@@ -75,7 +75,9 @@ class Queue:
         try:
             answer = await asyncio.to_thread(self._journal.answer, model, seq)
         except KeyError:
-            raise Gone(f"request {model}:{seq} is not known, or was answered long ago: send it again") from None
+            raise ApiError(
+                410, f"request {model}:{seq} is not known, or was answered long ago: send it again"
+            ) from None
         if answer is None:
             self._check()
         return answer

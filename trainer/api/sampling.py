@@ -27,11 +27,11 @@ from torch import Tensor
 
 import weightsync
 from trainer.api.config import ApiConfig
-from trainer.api.errors import BadRequest, Gone, Unauthorized, Unavailable
+from trainer.api.errors import ApiError
 from trainer.api.wire import Sample, SampleRequest, TopK, samples
 from trainer.config import GatewayConfig
 from trainer.connection import Bearer, verify
-from trainer.errors import RolloutError, WeightsError
+from trainer.errors import ModelError, RolloutError
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import ADAPTER_FILE, HfTensors
 from trainer.megatron.model import DTYPES
@@ -64,10 +64,10 @@ class Gateway:
         self._generating = GenerateClient(config)
 
     async def client(self, header: str | None) -> Client:
-        """Of a request. The gateway says whether the key is good. Raises Unauthorized, Unavailable."""
+        """Of a request. The gateway says whether the key is good. Raises ApiError (401, 503)."""
         if not header:
             advice = f"set OPENAI_API_KEY to a key of `hotswap keys create`, or TINKER_API_KEY to {PREFIX} and one"
-            raise Unauthorized(f"A key is required: {advice}.")
+            raise ApiError(401, f"A key is required: {advice}.")
         key = header.removeprefix(PREFIX)
         owner = hashlib.sha256(f"{PREFIX}{key}".encode()).hexdigest()  # one for all SDKs
         if (known := self._known.get(owner)) is not None and known.until > time.monotonic():
@@ -89,7 +89,7 @@ class Gateway:
         return found
 
     async def forward(self, client: Client, route: str, body: Any) -> httpx.Response:
-        """The answer to an OpenAI request, whose content is still to come. Raises Unavailable."""
+        """The answer to an OpenAI request, whose content is still to come. Raises ApiError (503)."""
         asked = self._http.build_request("POST", f"/v1/{route}", json=body)
         try:
             return await self._http.send(asked, auth=Bearer(lambda: client.key), stream=True)
@@ -106,17 +106,17 @@ class Gateway:
         except httpx.HTTPError as error:
             raise self._away(error) from None
         if answer.status_code in (401, 403):
-            raise Unauthorized(f"the gateway does not take this key: {answer.text[:300]}")
+            raise ApiError(401, f"the gateway does not take this key: {answer.text[:300]}")
         if answer.status_code >= 500 or answer.status_code == 429:
-            raise Unavailable(f"the gateway at {self._config.url} answered {answer.status_code}: {answer.text[:300]}")
+            raise ApiError(503, f"the gateway at {self._config.url} answered {answer.status_code}: {answer.text[:300]}")
         if answer.is_error:
             status = answer.status_code
             raise RolloutError(f"the gateway refused ({status}): {answer.text[:300]}", status=status)
         return answer.json()
 
-    def _away(self, error: httpx.HTTPError) -> Unavailable:
+    def _away(self, error: httpx.HTTPError) -> ApiError:
         said = str(error) or type(error).__name__
-        return Unavailable(f"the gateway at {self._config.url} does not answer ({said}); start it")
+        return ApiError(503, f"the gateway at {self._config.url} does not answer ({said}); start it")
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Snapshots:
 
     @asynccontextmanager
     async def held(self, snapshot: Path) -> AsyncIterator[_Part]:
-        """The part that has it, and keeps it within the body. Raises Gone, PublishError."""
+        """The part that has it, and keeps it within the body. Raises ApiError (410), PublishError."""
         part = await self._hold(snapshot)
         try:
             yield part
@@ -199,9 +199,9 @@ class Snapshots:
         timeout_s = self._config.publish.timeout_s
         try:
             content, part = (self._checkpoint(snapshot), BASE) if name is None else (_adapter(snapshot), LORA + name)
-        except (FileNotFoundError, WeightsError):
-            raise Gone(
-                f"the snapshot {snapshot.name} is no longer kept: save a newer one, or save it under a name"
+        except (FileNotFoundError, ModelError):
+            raise ApiError(
+                410, f"the snapshot {snapshot.name} is no longer kept: save a newer one, or save it under a name"
             ) from None
         version: int = typed(self._opened().publish, content, part=part, timeout_s=timeout_s)
         return version
@@ -236,7 +236,7 @@ class Sampler:
         self._gateway, self._snapshots = gateway, snapshots
 
     async def sample(self, client: Client, request: SampleRequest, snapshot: Path | None) -> bytes:
-        """By a snapshot, or by the base model. Raises BadRequest, RolloutError, PublishError, Gone."""
+        """By a snapshot, or by the base model. Raises ApiError (400, 410), RolloutError, PublishError."""
         prompt = check(request, client.context)
         if snapshot is None:
             return await self._sampled(client, request, prompt, None, {})
@@ -272,15 +272,16 @@ class Sampler:
 
 
 def check(request: SampleRequest, context: int) -> tuple[int, ...]:
-    """The prompt's tokens. Raises BadRequest for what cannot be answered."""
+    """The prompt's tokens. Raises ApiError (400) for what cannot be answered."""
     for name in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
         if getattr(request, name):
-            raise BadRequest(f"{name} is not computed here: leave it out", "unsupported")
+            raise ApiError(400, f"{name} is not computed here: leave it out", "unsupported")
     prompt = request.token_ids()
     if len(prompt) + (request.sampling_params.max_tokens or 1) > context:
         asked = request.sampling_params.max_tokens or 1
-        raise BadRequest(
-            f"{len(prompt)} prompt tokens and max_tokens {asked} exceed the context of {context}: shorten one of them"
+        raise ApiError(
+            400,
+            f"{len(prompt)} prompt tokens and max_tokens {asked} exceed the context of {context}: shorten one of them",
         )
     return prompt
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from trainer.api import wire
 from trainer.api.config import ApiConfig
-from trainer.api.errors import ApiError, BadRequest, Ended, NotFound, Taken
+from trainer.api.errors import ApiError, Ended
 from trainer.api.journal import Answer, Done, Journal, Record, Request
 from trainer.api.queue import Queue
 from trainer.api.sampling import Client, Snapshots
@@ -64,8 +64,8 @@ class Service:
     # given the next number away.
 
     async def create(self, client: Client, body: wire.CreateModel) -> str:
-        """The model's id; its request 0 makes it. Raises BadRequest, NotFound, and Taken for all weights that another
-        client has."""
+        """The model's id; its request 0 makes it. Raises ApiError (404; 400, also for all weights that
+        another client has)."""
         self.record(SESSION, body.session_id, client)
         self._check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
@@ -87,7 +87,7 @@ class Service:
         elif body.model_id is not None and body.seq_id is not None:
             model, seq = self.record(MODEL, body.model_id, client).id, body.seq_id
         else:
-            raise BadRequest("load_weights needs model_id with seq_id, or session_id with model_seq_id")
+            raise ApiError(400, "load_weights needs model_id with seq_id, or session_id with model_seq_id")
         await self._submit(client, model, seq, LOAD, body.model_dump_json().encode(), body.digest())
         return model, seq
 
@@ -106,9 +106,9 @@ class Service:
         return body.model_id, body.seq_id
 
     async def result(self, client: Client, model: str, seq: int) -> Answer | None:
-        """None if there is none yet, after a long wait. Raises Gone, NotFound."""
+        """None if there is none yet, after a long wait. Raises ApiError (404, 410)."""
         if await asyncio.to_thread(self.journal.owner, model) != client.owner:
-            raise NotFound(f"there is no training client {model!r} of this key")
+            raise ApiError(404, f"there is no training client {model!r} of this key")
         return await self.queue.result(model, seq)
 
     async def delete_model(self, model: Record) -> None:
@@ -132,8 +132,8 @@ class Service:
             self._heard[session] = time.monotonic()
 
     def _take(self, model: str, session: str) -> None:
-        """Have all weights for a client; those of one session take turns. Raises Taken while another session has them
-        and is there."""
+        """Have all weights for a client; those of one session take turns. Raises ApiError (400) while another
+        session has them and is there."""
         if not self.config.full or (held := self._holder) == (model, session):
             return
         if (
@@ -141,27 +141,29 @@ class Service:
             and held[1] != session
             and time.monotonic() - self._heard.get(held[1], -ABSENT_S) < ABSENT_S
         ):
-            raise Taken(
+            raise ApiError(
+                400,
                 f"another client trains all weights, one at a time may: wait until its session ends, or delete it "
-                f"(DELETE /api/v1/training_runs/{held[0]})"
+                f"(DELETE /api/v1/training_runs/{held[0]})",
+                "weights_taken",
             )
         self._holder = model, session
 
     def record(self, kind: str, identity: str, client: Client) -> Record:
-        """One of the client's own. Raises NotFound."""
+        """One of the client's own. Raises ApiError (404)."""
         found = self.journal.get(kind, identity)
         if found is None or found.owner != client.owner:
-            raise NotFound(f"there is no {kind} {identity!r} of this key: create one first")
+            raise ApiError(404, f"there is no {kind} {identity!r} of this key: create one first")
         return found
 
     def sampler(self, client: Client, body: wire.CreateSampler) -> str:
-        """The id of a new sampler. Raises BadRequest, NotFound."""
+        """The id of a new sampler. Raises ApiError (400, 404)."""
         self.record(SESSION, body.session_id, client)
         directory = None
         if body.model_path is not None:
             directory = str(self.snapshot(client, body.model_path))
         elif body.base_model is None:
-            raise BadRequest("a sampler needs base_model, or model_path with what save_weights_for_sampler returned")
+            raise ApiError(400, "a sampler needs base_model, or model_path with what save_weights_for_sampler returned")
         else:
             self._check_base(body.base_model)
             directory = self.config.model.path if self.config.full else None
@@ -170,11 +172,11 @@ class Service:
         return made.id
 
     def snapshot(self, client: Client, path: str) -> Path:
-        """The directory of an adapter that was saved for sampling. Raises BadRequest, NotFound."""
+        """The directory of an adapter that was saved for sampling. Raises ApiError (400, 404)."""
         return Path(self._checkpoint(path, client.owner, SAMPLER_WEIGHTS).about["directory"])
 
     def delete_checkpoint(self, client: Client, path: str) -> None:
-        """Raises NotFound."""
+        """Raises ApiError (404)."""
         found = self._checkpoint(path, client.owner)
         self.journal.remove(CHECKPOINT, found.id)
         _remove(Path(found.about["directory"]))
@@ -184,22 +186,23 @@ class Service:
         return [found for found in self.journal.below(CHECKPOINT, model) if not _expired(found)]
 
     def lora_of_checkpoint(self, client: Client, path: str) -> Mapping[str, Any] | None:
-        """The settings of the checkpoint's adapter; None: all weights. Raises NotFound, BadRequest."""
+        """The settings of the checkpoint's adapter; None: all weights. Raises ApiError (400, 404)."""
         found = self._checkpoint(path, client.owner)
         lora: Mapping[str, Any] | None = self.record(MODEL, found.parent, client).about["lora"]
         return lora
 
     async def _submit(self, client: Client, model: str, seq: int, kind: str, body: bytes, digest: str) -> None:
         if seq < 0:
-            raise BadRequest(f"seq_id {seq} is no number of a request: count from 1")
+            raise ApiError(400, f"seq_id {seq} is no number of a request: count from 1")
         await self.queue.submit(Request(model, seq, client.owner, kind, body, f"{kind} {digest}"))
 
     def _new_model(self, client: Client, session: str, number: int) -> str:
-        """Its id, which a repeated request gets again. Raises BadRequest."""
+        """Its id, which a repeated request gets again. Raises ApiError (400)."""
         model = f"{session}:train:{number}"  # the SDK counts on this form
         most = self.config.limits.models
         if self.journal.get(MODEL, model) is None and len(self.journal.of_owner(MODEL, client.owner)) >= most:
-            raise BadRequest(
+            raise ApiError(
+                400,
                 f"this key has {most} training clients, which is the limit: delete one (DELETE "
                 "/api/v1/training_runs/ID), or have limits.models raised",
                 "too_many_models",
@@ -208,13 +211,16 @@ class Service:
 
     def _check_base(self, name: str) -> None:
         if name != self.config.name:
-            raise BadRequest(f"the base model {name!r} is not served here: use {self.config.name!r}", "unknown_model")
+            raise ApiError(
+                400, f"the base model {name!r} is not served here: use {self.config.name!r}", "unknown_model"
+            )
 
     def _lora(self, asked: wire.Lora | None) -> LoraConfig | None:
-        """None: all weights, which is a rank of 0 in the SDK. Raises BadRequest."""
+        """None: all weights, which is a rank of 0 in the SDK. Raises ApiError (400)."""
         most, full = self.config.limits.rank, asked is None or asked.rank == 0
         if full and not self.config.full:
-            raise BadRequest(
+            raise ApiError(
+                400,
                 "adapters alone are trained here: create the client with a rank, or have the server's configuration "
                 "say `full: true`",
                 "full_training_unsupported",
@@ -222,23 +228,25 @@ class Service:
         if asked is None or full:
             return None
         if self.config.full:
-            raise BadRequest("all weights are trained here: create the client with rank=0", "adapters_unsupported")
+            raise ApiError(400, "all weights are trained here: create the client with rank=0", "adapters_unsupported")
         if not 1 <= asked.rank <= most:
-            raise BadRequest(f"rank {asked.rank} is out of range: use 1 to {most}", "rank_out_of_range")
+            raise ApiError(400, f"rank {asked.rank} is out of range: use 1 to {most}", "rank_out_of_range")
         targets = (ATTENTION if asked.train_attn else ()) + (FEED_FORWARD if asked.train_mlp else ())
         if not targets:
-            raise BadRequest("nothing would be trained: set train_attn or train_mlp (the head has no adapter here)")
+            raise ApiError(400, "nothing would be trained: set train_attn or train_mlp (the head has no adapter here)")
         return LoraConfig(rank=asked.rank, alpha=self.config.alpha, target_modules=targets)
 
     def _checkpoint(self, path: str, owner: str, kind: str = "") -> Record:
-        """Raises BadRequest, NotFound."""
+        """Raises ApiError (400, 404)."""
         parts = _PATH.fullmatch(path)
         if parts is None or parts[2] not in (WEIGHTS, SAMPLER_WEIGHTS) or (kind and parts[2] != kind):
             of = kind or WEIGHTS
-            raise BadRequest(f"{path!r} is no checkpoint of this kind: give tinker://RUN/{of}/NAME", "wrong_path")
+            raise ApiError(400, f"{path!r} is no checkpoint of this kind: give tinker://RUN/{of}/NAME", "wrong_path")
         found = self.journal.get(CHECKPOINT, path)
         if found is None or found.owner != owner or _expired(found):
-            raise NotFound(f"there is no checkpoint {path} of this key: it was not saved, was deleted or has expired")
+            raise ApiError(
+                404, f"there is no checkpoint {path} of this key: it was not saved, was deleted or has expired"
+            )
         return found
 
     # Executed by the queue.
@@ -267,7 +275,7 @@ class Service:
     def _on_thread(self, request: Request) -> Done:
         model = self.journal.get(MODEL, request.model)
         if model is None and request.kind not in (CREATE, LOAD):
-            raise NotFound(f"the training client {request.model} could not be created, so it takes no requests")
+            raise ApiError(404, f"the training client {request.model} could not be created, so it takes no requests")
         known = request.model in self.tenants
         try:
             if model is not None:
@@ -304,14 +312,15 @@ class Service:
             assert body.session_id is not None  # `load` has looked
             if (lora is None) != self.config.full:
                 trained = "all weights are" if self.config.full else "adapters are"
-                raise BadRequest(f"{trained} trained here, and {body.path} is of something else", "other_adapter")
+                raise ApiError(400, f"{trained} trained here, and {body.path} is of something else", "other_adapter")
             self.tenants.make(request.model, described(lora), "0")
             self.tenants.read(request.model, directory, body.optimizer)
             done = self._made(request, body.session_id, body.user_metadata, lora)
         else:
             own = self._in_memory(model, request.seq)
             if described(lora) != own:
-                raise BadRequest(
+                raise ApiError(
+                    400,
                     f"{body.path} is of {_named(described(lora))}; this client trains {_named(own)}: create a client "
                     "from the checkpoint instead (create_training_client_from_state)",
                     "other_adapter",
@@ -331,11 +340,13 @@ class Service:
         assert model is not None  # looked at in _on_thread
         body = wire.OptimStep.model_validate_json(request.body)
         if body.adam_params is None:
-            raise BadRequest("the optimizer here is AdamW: pass AdamParams", "unsupported_optimizer")
+            raise ApiError(400, "the optimizer here is AdamW: pass AdamParams", "unsupported_optimizer")
         self._in_memory(model, request.seq)
         try:
             metrics = self.tenants.step(model.id, body.adam_params.model_dump())
-        except BadRequest as error:  # which took the gradient: that is not to come back after a crash
+        except ApiError as error:
+            if error.status != 400:  # which took the gradient: that is not to come back after a crash
+                raise
             answer = Answer.json({"error": str(error), "category": "user"}, failed=True)
         else:
             answer = Answer.json({"metrics": metrics})
@@ -356,7 +367,7 @@ class Service:
         body = wire.SaveForSampler.model_validate_json(request.body)
         path = None if body.path is None else self._new_path(request, body, SAMPLER_WEIGHTS)
         if path is None and body.sampling_session_seq_id is None:
-            raise BadRequest("save_weights_for_sampler needs a path, or sampling_session_seq_id")
+            raise ApiError(400, "save_weights_for_sampler needs a path, or sampling_session_seq_id")
         directory = self._snapshot_of(request)
         self._in_memory(model, request.seq)
         self.tenants.export(model.id, self.config.publish.dtype, str(directory))
@@ -373,11 +384,11 @@ class Service:
         name = body.path or f"step-{request.seq}"
         if not _NAME.fullmatch(name):
             advice = "use up to 128 letters, digits and . _ -"
-            raise BadRequest(f"{name!r} is no name for a checkpoint: {advice}", "bad_name")
+            raise ApiError(400, f"{name!r} is no name for a checkpoint: {advice}", "bad_name")
         path = f"tinker://{request.model}/{kind}/{name}"
         if (found := self.journal.get(CHECKPOINT, path)) is not None and not (body.overwrite or _expired(found)):
             advice = "choose another name, or set overwrite"
-            raise BadRequest(f"there is a checkpoint {path} already: {advice}", "name_taken")
+            raise ApiError(400, f"there is a checkpoint {path} already: {advice}", "name_taken")
         return path
 
     def _snapshot_of(self, request: Request) -> Path:
@@ -435,7 +446,9 @@ def _checkpoint_record(request: Request, path: str, directory: Path, body: wire.
 
 def _check_optimizer(asked: Mapping[str, Any] | None) -> None:
     if asked is not None and asked.get("type") != "adamw":
-        raise BadRequest(f"the optimizer {asked.get('type')!r} is not known here: use AdamW", "unsupported_optimizer")
+        raise ApiError(
+            400, f"the optimizer {asked.get('type')!r} is not known here: use AdamW", "unsupported_optimizer"
+        )
 
 
 def _expired(record: Record) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainer.checkpoint.directory import flush as sync
 from trainer.config import LoraConfig
-from trainer.errors import CheckpointError, WeightsError
+from trainer.errors import CheckpointError, ModelError
 from trainer.exports import write_parts
 from trainer.megatron.convert import export_hf, load_hf
 from trainer.megatron.hf_config import ModelShape
@@ -59,7 +59,7 @@ def lora_of(directory: Path) -> LoraConfig | None:
 
 def write(directory: Path, kinds: Kinds, shape: ModelShape, lora: LoraConfig | None, steps: int) -> None:
     """Replace what is in `directory`. It is whole once this returns, also after a power failure. Collective. Raises
-    CheckpointError, ExportError."""
+    CheckpointError."""
     fresh(directory)
     exported = (
         (f"{kind}.{name}", tensor.cpu())
@@ -87,7 +87,7 @@ def read(directory: Path, kinds: Kinds, shape: ModelShape, lora: LoraConfig | No
         if described(lora) != about["lora"] or set(tensors.shapes) != about["files"].keys():
             raise ValueError("it is of another adapter")
         tensors.check((f"{kind}.{name}", dtype, size) for kind in kinds for name, dtype, size in schema)
-    except (ValueError, KeyError, TypeError, WeightsError, CheckpointError) as error:
+    except (ValueError, KeyError, TypeError, ModelError, CheckpointError) as error:
         problem = f"{directory} cannot be read ({error})"
     if problem := next(filter(None, gather_json(problem)), ""):
         raise CheckpointError(problem)

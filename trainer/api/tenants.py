@@ -34,7 +34,7 @@ from torch.optim.adamw import adamw
 
 from trainer.algorithms.base import LIKELIEST
 from trainer.api import states
-from trainer.api.errors import BadRequest, Ended
+from trainer.api.errors import ApiError, Ended
 from trainer.api.losses import LOSSES, TARGETS, WEIGHTS, Loss, check, column
 from trainer.api.states import lora_from
 from trainer.api.wire import Adam, Batch, Datum
@@ -245,14 +245,14 @@ class Tenants:
 
     @_everywhere
     def write(self, name: str, directory: str) -> None:
-        """Everything but the gradient. Raises CheckpointError, ExportError."""
+        """Everything but the gradient. Raises CheckpointError."""
         tenant = self._held[name]
         states.write(Path(directory), tenant.kinds(), self.shape, tenant.lora, tenant.steps)
 
     @_everywhere
     def export(self, name: str, dtype: Dtype, directory: str) -> None:
         """Write it as it is: PEFT's two files of an adapter, or a Hugging Face checkpoint. Once it returns, the
-        directory is whole also after a power failure. Raises CheckpointError, ExportError."""
+        directory is whole also after a power failure. Raises CheckpointError."""
         tenant, target = self._held[name], Path(directory)
         named = tenant.weights if tenant.lora is None else tenant.parameters
         states.fresh(target)
@@ -271,16 +271,16 @@ class Tenants:
 
     @_everywhere
     def step(self, name: str, adam: dict[str, float]) -> dict[str, float]:
-        """One step of AdamW, which takes the gradient. Raises BadRequest, and changes nothing, without a gradient that
-        is finite."""
+        """One step of AdamW, which takes the gradient. Raises ApiError (400), and changes nothing, without a finite
+        gradient."""
         tenant, params = self._used(name), Adam(**adam)
         if (gradient := tenant.gradient) is None:
-            raise BadRequest("there is no gradient: call forward_backward before optim_step", "no_gradient")
+            raise ApiError(400, "there is no gradient: call forward_backward before optim_step", "no_gradient")
         tenant.gradient = None
         norm = reduce(self._chunks, tenant.parameters, gradient)
         if not np.isfinite(norm):
             advice = "it was dropped and the weights are as before; lower the learning rate, or load a checkpoint"
-            raise BadRequest(f"the gradient's norm is {norm}: {advice}", "not_finite")
+            raise ApiError(400, f"the gradient's norm is {norm}: {advice}", "not_finite")
         if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
             for g in gradient.values():
                 g *= params.grad_clip_norm / (norm + 1e-6)
@@ -289,7 +289,7 @@ class Tenants:
 
     def run(self, name: str, batch: Batch) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
         """Log-probs of each sequence's targets, and the metrics, which are sums; unless the batch says `forward_only`
-        its gradient is added to the tenant's. Raises BadRequest; the gradient is as before then."""
+        its gradient is added to the tenant's. Raises ApiError (400); the gradient is as before then."""
         _, options = check(batch, self.shape.vocab, self.shape.max_positions)
         return self._run(name, batch.loss, options, batch.forward_only, data=batch.data)
 

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.api.errors import BadRequest
+from trainer.api.errors import ApiError
 
 PROTOBUF: Final = "application/x-protobuf"
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
@@ -114,12 +114,14 @@ class Batch:
 
 
 def read_batch(body: bytes) -> Batch:
-    """Raises BadRequest when it is not a batch of plain tokens."""
+    """Raises ApiError (400) when it is not a batch of plain tokens."""
     request = _CLASSES["ForwardBackwardRequest"]()
     try:
         request.ParseFromString(body)
     except DecodeError as error:
-        raise BadRequest(f"the body is no ForwardBackwardRequest ({error}): use the tinker SDK 0.25 or later") from None
+        raise ApiError(
+            400, f"the body is no ForwardBackwardRequest ({error}): use the tinker SDK 0.25 or later"
+        ) from None
     options = {entry.key: entry.value.text or entry.value.number for entry in request.loss_fn_config}
     data = tuple(_datum(number, datum) for number, datum in enumerate(request.data))
     return Batch(request.model_id, request.seq_id, request.loss_fn, data, options, request.forward_only)
@@ -129,9 +131,9 @@ def _datum(number: int, message: Any) -> Datum:
     parts = []
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
-            raise BadRequest(f"datum {number} has an image or audio: this server trains on tokens alone")
+            raise ApiError(400, f"datum {number} has an image or audio: this server trains on tokens alone")
         if len(chunk.encoded_text.tokens) % 4:
-            raise BadRequest(f"datum {number}: its tokens are no int32 numbers")
+            raise ApiError(400, f"datum {number}: its tokens are no int32 numbers")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
     inputs = {entry.key: _tensor(number, entry.key, entry.value) for entry in message.loss_fn_inputs}
     return Datum(np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64), inputs)
@@ -140,14 +142,14 @@ def _datum(number: int, message: Any) -> Datum:
 def _tensor(number: int, name: str, message: Any) -> NDArray[Any]:
     where = f"datum {number}, loss_fn_inputs[{name!r}]"
     if message.HasField("sparse_csr"):
-        raise BadRequest(f"{where} is sparse: send a dense tensor with one number for each token")
+        raise ApiError(400, f"{where} is sparse: send a dense tensor with one number for each token")
     if message.dtype not in _DTYPES:
-        raise BadRequest(f"{where} has the data type {message.dtype}: send float32 or int64")
+        raise ApiError(400, f"{where} has the data type {message.dtype}: send float32 or int64")
     try:
         values = np.frombuffer(message.dense, _DTYPES[message.dtype])
         return values.reshape(tuple(message.shape)) if message.shape else values
     except ValueError:
-        raise BadRequest(f"{where} does not have as many numbers as its shape {tuple(message.shape)} says") from None
+        raise ApiError(400, f"{where} does not have as many numbers as its shape {tuple(message.shape)} says") from None
 
 
 def batch_body(batch: Batch) -> bytes:
@@ -344,12 +346,12 @@ class SampleRequest(Body):
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
 
     def token_ids(self) -> tuple[int, ...]:
-        """Raises BadRequest for a prompt that is not tokens alone, or empty."""
+        """Raises ApiError (400) for a prompt that is not tokens alone, or empty."""
         if any(chunk.type != "encoded_text" for chunk in self.prompt.chunks):
-            raise BadRequest("the prompt has an image or audio: this server samples from tokens alone")
+            raise ApiError(400, "the prompt has an image or audio: this server samples from tokens alone")
         ids = tuple(token for chunk in self.prompt.chunks for token in chunk.tokens)
         if not ids:
-            raise BadRequest("the prompt is empty: give at least one token")
+            raise ApiError(400, "the prompt is empty: give at least one token")
         return ids
 
 

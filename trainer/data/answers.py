@@ -17,6 +17,7 @@ import xxhash
 
 from trainer.config import AnswersData, FileData
 from trainer.data.formats import Bad, Format, Raw, Unit
+from trainer.data.parse import BadRecord
 from trainer.data.storage import File, find_files, opened
 from trainer.errors import DataError
 
@@ -38,10 +39,6 @@ class AnswerLog(Format):
             yield index.learnt(record) if record["record"] == "answer" else None
 
 
-class _Unusable(ValueError):
-    """The record would be learnt from, and cannot be used."""
-
-
 @dataclass
 class _Index:
     """The feedback of the whole log. `liked`: of each prompt, the score of the answer that was liked best, and the
@@ -59,7 +56,7 @@ class _Index:
             return None
         try:
             found = self._learnt(record, said)
-        except _Unusable as error:
+        except BadRecord as error:
             return Bad(str(error))
         if found is None:
             return None
@@ -106,7 +103,7 @@ class _Index:
                 whole = choice["finish_reason"] is not None and choice["finish_reason"] not in CUT
                 if whole and said["score"] > self.liked.get(prompt, (0.0, ""))[0]:
                     self.liked[prompt] = (said["score"], _said(choice))
-        except _Unusable:
+        except BadRecord:
             return  # it is named where it is read
 
     def _wanted(self, record: dict[str, Any], said: dict[str, Any] | None, *, of_pair: bool = False) -> bool:
@@ -185,7 +182,7 @@ def _choice(record: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
         if choice["index"] == said["choice"]:
             found: dict[str, Any] = choice
             return found
-    raise _Unusable(f"it was rated in choice {said['choice']}, and has no such choice")
+    raise BadRecord(f"it was rated in choice {said['choice']}, and has no such choice")
 
 
 def _said(choice: dict[str, Any]) -> Said:
@@ -198,7 +195,7 @@ def _corrected(correction: Any) -> Said:
     given = correction if isinstance(correction, dict) else {"content": correction}
     text = given.get("content") or ""
     if not isinstance(text, str) or not (text or given.get("tool_calls")):
-        raise _Unusable("the correction has no text, and calls no tool")
+        raise BadRecord("the correction has no text, and calls no tool")
     return _said({"text": text, "tool_calls": given.get("tool_calls") or []})
 
 
@@ -212,7 +209,7 @@ def _asked(record: dict[str, Any], choice: int) -> dict[str, Any]:
         samples = record["parameters"].get("n") or 1
         prompt = prompt[min(choice // samples, len(prompt) - 1)]
     if not isinstance(prompt, str):
-        raise _Unusable("the prompt is token ids, of which the log has no text")
+        raise BadRecord("the prompt is token ids, of which the log has no text")
     return {"prompt": prompt, **tools}
 
 
@@ -221,7 +218,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     /v1/messages names its parameters `input_schema`."""
     given = tool.get("function", tool) if isinstance(tool, dict) else {}
     if not isinstance(given.get("name"), str) or tool.get("type", "function") not in ("function", "custom"):
-        raise _Unusable("the request has a tool that is no function, and no chat template describes it")
+        raise BadRecord("the request has a tool that is no function, and no chat template describes it")
     schema = given.get("parameters") or given.get("input_schema") or {"type": "object", "properties": {}}
     about = {"description": given["description"]} if given.get("description") else {}
     return {"type": "function", "function": {"name": given["name"], **about, "parameters": schema}}
@@ -241,9 +238,9 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
         elif isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
-            raise _Unusable("a message has more than text and calls of tools (images), which a run does not render")
+            raise BadRecord("a message has more than text and calls of tools (images), which a run does not render")
     if not (texts or calls or results):
-        raise _Unusable("a message has no text, and calls no tool")
+        raise BadRecord("a message has no text, and calls no tool")
     known = {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
     said = {"role": message["role"], "content": "".join(texts), **known, **({"tool_calls": calls} if calls else {})}
     return [*results, said] if texts or calls else results

@@ -22,10 +22,6 @@ class BadRecord(ValueError):
     """A record that cannot be used; the message says why."""
 
 
-class TooLong(BadRecord):
-    """A record of more tokens than `max_length`: left out on request, so no fault of the data."""
-
-
 class Needs(msgspec.Struct, frozen=True):
     """The needs of a run in each record that it trains on: what it `learns`, in sequences of at most `longest`
     tokens, which together fill at most a `row`."""
@@ -83,7 +79,8 @@ class Parser:
         self._config, self._tokenizer, self._needs = config, tokenizer, needs
 
     def __call__(self, value: Any) -> list[Tokenised]:
-        """One; of a conversation that is learned as many as there are sequences in it."""
+        """One; of a conversation that is learned as many as there are sequences in it. None of a record of more tokens
+        than `max_length`: left out on request, so no fault of the data."""
         if not isinstance(value, dict):
             raise BadRecord("it is not an object")
         try:
@@ -94,7 +91,7 @@ class Parser:
             if not record.prompt_ids:
                 raise BadRecord("the prompt has no tokens")
             if self._config.max_length is not None and record.tokens > self._config.max_length:
-                raise TooLong(f"it has {record.tokens} tokens, more than max_length")
+                return []
             self._needs.check(record)
         return found
 

@@ -29,7 +29,7 @@ import xxhash
 from trainer.config import FileData
 from trainer.data.answers import AnswerLog
 from trainer.data.formats import NAME, Arrow, Bad, Csv, Format, Jsonl, Parquet, Unit, WebDataset
-from trainer.data.parse import BadRecord, Needs, Parser, Tokenised, TooLong
+from trainer.data.parse import BadRecord, Needs, Parser, Tokenised
 from trainer.data.storage import explained, is_remote
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
@@ -140,10 +140,10 @@ class Worker:
                     continue
                 found = raw if isinstance(raw, Bad) else None
                 try:
-                    for record in [] if found else self._parse(raw):
+                    records = [] if found else self._parse(raw)
+                    too_long += not (found or records)
+                    for record in records:
                         part.append(record, place)
-                except TooLong:
-                    too_long += 1
                 except OverflowError:
                     found = Bad("it keeps an integer of more than 64 bits: write it as a text")
                 except BadRecord as error:

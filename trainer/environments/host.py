@@ -14,8 +14,8 @@ from trainer.config.environments import CallableEnvironment, ToolsEnvironment, V
 from trainer.environments import verifiers_worker
 from trainer.environments.base import Message, Observation, Task
 from trainer.environments.tools import INSTRUCTIONS
-from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RewardError
-from trainer.worker_process import Lost, WorkerProcess, start_worker
+from trainer.errors import ConfigError, EnvironmentFailed, RewardError
+from trainer.worker_process import WorkerProcess, start_worker
 
 MODULE = "trainer.environments.worker"
 
@@ -91,7 +91,7 @@ class Episode:
         return self.open and self.worker.alive
 
     async def step(self, answer: str) -> Observation:
-        """The observation after the answer. Raises EnvironmentFailed; EpisodeInterrupted when another is to blame."""
+        """The observation after the answer. Raises EnvironmentFailed; `interrupted` when another is to blame."""
         return await self._ask({"op": "step", "answer": answer})
 
     async def close(self) -> None:
@@ -105,22 +105,23 @@ class Episode:
         try:
             async with asyncio.timeout(self.host.config.timeout_s):
                 await self.worker.ask({"op": "close", "episode": self.number})
-        except (Lost, TimeoutError):
+        except (ConnectionError, TimeoutError):
             self.worker.kill()
 
     async def _ask(self, request: dict[str, Any]) -> Observation:
         limit = self.host.config.timeout_s
         if not self.worker.alive:
-            raise EpisodeInterrupted("its process ended while it waited for an answer of the model.")
+            raise EnvironmentFailed("its process ended while it waited for an answer of the model.", code="interrupted")
         try:
             async with asyncio.timeout(limit):
                 reply = await self.worker.ask({**request, "episode": self.number})
         except TimeoutError:
             self.worker.kill()
             raise EnvironmentFailed(f"the environment took over {limit:g} s for a {request['op']}; killed.") from None
-        except Lost:
+        except ConnectionError:
             if self.worker.killed:
-                raise EpisodeInterrupted("its process was killed because another episode hangs.") from None
+                why = "its process was killed because another episode hangs."
+                raise EnvironmentFailed(why, code="interrupted") from None
             raise EnvironmentFailed(f"the environment's process ended (status {await self.worker.status()}).") from None
         if "problem" in reply:
             raise EnvironmentFailed(f"the environment failed: {reply['problem']}")

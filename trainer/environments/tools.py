@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from trainer.config.environments import FunctionTool, McpTools, PythonTool, ToolConfig, ToolsEnvironment
 from trainer.config.strict import load_target
 from trainer.environments.base import Environment, Message, Observation, Task
-from trainer.errors import ConfigError, EnvironmentFailed, RewardError, RewardTimeout
+from trainer.errors import ConfigError, EnvironmentFailed, RewardError
 from trainer.rewards.sandbox import Limits, Sandbox
 
 INSTRUCTIONS = """You may call these tools:
@@ -30,13 +30,9 @@ To call one, write a JSON object between the tags, and wait for its answer:
 {start}{{"name": "...", "arguments": {{...}}}}{end}"""
 
 
-class ToolError(Exception):
-    """A call went wrong in a way that the model is told of."""
-
-
 @dataclass(frozen=True)
 class Tool:
-    """One tool. `schema` is the JSON schema of its arguments."""
+    """One tool. `schema` is the JSON schema of its arguments; `call` returns what the model is told, a fault too."""
 
     name: str
     description: str
@@ -80,22 +76,15 @@ class Tools(Environment):
 
     async def _answer(self, call: str) -> str:
         try:
-            tool, arguments = self._read(call)
-            return await tool.call(arguments)
-        except ToolError as error:
-            return f"error: {error}"
-
-    def _read(self, call: str) -> tuple[Tool, dict[str, Any]]:
-        try:
             found = json.loads(call)
         except ValueError as error:
-            raise ToolError(f"the call is not JSON ({error})") from None
+            return f"error: the call is not JSON ({error})"
         if not isinstance(found, dict) or not isinstance(found.get("arguments", {}), dict):
-            raise ToolError('write a call as {"name": "...", "arguments": {...}}')
+            return 'error: write a call as {"name": "...", "arguments": {...}}'
         tool = self._tools.get(str(found.get("name")))
         if tool is None:
-            raise ToolError(f"there is no tool {found.get('name')!r}; there are {', '.join(self._tools)}")
-        return tool, found.get("arguments", {})
+            return f"error: there is no tool {found.get('name')!r}; there are {', '.join(self._tools)}"
+        return await tool.call(found.get("arguments", {}))
 
 
 def _reply(text: str) -> Message:
@@ -138,9 +127,9 @@ def _function_tool(config: FunctionTool) -> Tool:
             return _text(await asyncio.to_thread(checked, **arguments))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ToolError(f"the arguments do not fit: {problems}") from None
+            return f"error: the arguments do not fit: {problems}"
         except Exception as error:
-            raise ToolError(f"{type(error).__name__}: {error}") from None
+            return f"error: {type(error).__name__}: {error}"
 
     return Tool(function.__name__, inspect.getdoc(function) or "", schema, call)
 
@@ -153,12 +142,12 @@ async def _python_tool(config: PythonTool) -> Tool:
     async def call(arguments: dict[str, Any]) -> str:
         code = arguments.get("code")
         if not isinstance(code, str):
-            raise ToolError("python takes the argument `code`, a text")
+            return "error: python takes the argument `code`, a text"
         try:
             return await sandbox.output(code)
-        except RewardTimeout as error:
-            raise ToolError(str(error)) from None
         except RewardError as error:
+            if error.code == "timeout":
+                return f"error: {error}"
             raise EnvironmentFailed(str(error)) from None
 
     schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
@@ -225,7 +214,7 @@ class McpServer:
                 ) from None
             text = "\n".join(block.text for block in result.content if getattr(block, "type", "") == "text")
             if result.is_error:
-                raise ToolError(text or f"{listed.name} failed")
+                return f"error: {text or f'{listed.name} failed'}"
             return text
 
         return Tool(listed.name, listed.description or "", listed.input_schema, call)

@@ -29,10 +29,6 @@ SESSION = "X-Session-ID"  # verifiers' name of an episode's trace, in each reque
 CHARACTERS = 64  # of a token, at most: as in base.py
 
 
-class Unsupported(Exception):
-    """The environment does what the trainer cannot follow."""
-
-
 class Game:
     """One episode of verifiers, which asks, and one of the trainer, which answers."""
 
@@ -87,7 +83,7 @@ class Game:
         said = [(m["role"], "" if m["role"] == "assistant" else m["content"]) for m in messages]
         count = len(self._known)
         if said[:count] != self._known:
-            raise Unsupported("it writes the conversation anew between two turns. Switch its compaction off.")
+            raise NotImplementedError("it writes the conversation anew between two turns. Switch its compaction off.")
         self._known = said
         if count:
             most = CHARACTERS * self._job["max_observation_tokens"] // max(len(messages) - count, 1)
@@ -110,7 +106,7 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if any(part.get("type") != "text" for part in content):
-        raise Unsupported("it says something else than text.")
+        raise NotImplementedError("it says something else than text.")
     return "".join(part["text"] for part in content)
 
 

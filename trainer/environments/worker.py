@@ -21,7 +21,7 @@ from trainer.config import strict
 from trainer.config.environments import CallableEnvironment, ToolsEnvironment
 from trainer.environments.base import CHARACTERS, Environment, Task, observation_to_json
 from trainer.environments.tools import Tools, open_tools
-from trainer.errors import ConfigError, EnvironmentFailed, SandboxUnavailable
+from trainer.errors import ConfigError, EnvironmentFailed, RewardError
 from trainer.worker_process import answer_all, pipes, refuse, say
 
 THREADS = 256
@@ -44,7 +44,7 @@ async def _serve(job: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> 
             await answer_all(Episodes(make, CHARACTERS * job["max_observation_tokens"]).answer, requests, replies)
     except ConfigError as error:
         refuse(replies, error)
-    except SandboxUnavailable as error:
+    except RewardError as error:
         refuse(replies, ConfigError("environment.tools", str(error), "See docs/trainer/rewards.md"))
 
 
@@ -85,7 +85,7 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def _made(job: dict[str, Any]) -> AsyncIterator[Callable[[], Environment]]:
-    """The function that makes an environment. Raises ConfigError, SandboxUnavailable."""
+    """The function that makes an environment. Raises ConfigError, RewardError."""
     config = strict.build(KINDS[job["kind"]], job, "environment")
     if isinstance(config, ToolsEnvironment):
         async with open_tools(config.tools) as tools:

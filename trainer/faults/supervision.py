@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import FaultsConfig
-from trainer.errors import Preempted, RankFailed, RankLost
+from trainer.errors import Preempted, RankFailed, TrainerError
 from trainer.faults.heartbeat import Beat, Board, Heartbeat, LocalBoard, StoreBoard, here
 from trainer.launch import RunDir, Stopping, attempt
 from trainer.megatron.parallel import control
@@ -55,7 +55,7 @@ class Faults:
             self._close()
             return
         lost = isinstance(error, RuntimeError) and is_lost_contact(error)
-        said: Any = RankLost(f"{self._lost()} during {here()} ({_first_line(error)}).") if lost else error
+        said: Any = TrainerError(f"{self._lost()} during {here()} ({_first_line(error)}).") if lost else error
         self._close(f"{type(said).__name__}: {said}")
         if lost:
             raise said from None

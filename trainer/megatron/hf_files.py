@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import WeightsError
+from trainer.errors import ModelError
 from weightsync.steady import changed, states
 
 INDEX = "model.safetensors.index.json"
@@ -23,7 +23,7 @@ _COPIED = ("tokenizer*", "special_tokens*", "vocab.*", "merges.txt", "chat_templ
 
 
 class HfTensors:
-    """Tensors of a checkpoint directory by name. Raises WeightsError, at once, for files that cannot be whole."""
+    """Tensors of a checkpoint directory by name. Raises ModelError, at once, for files that cannot be whole."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -47,34 +47,30 @@ class HfTensors:
         from safetensors import safe_open
 
         if name not in self._file_of:
-            raise WeightsError(f"{self.directory} has no tensor {name}. Use a complete checkpoint.", tensor=name)
+            raise ModelError(f"{self.directory} has no tensor {name}. Use a complete checkpoint.")
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(str(file), "pt")
         tensor = self._open[file].get_tensor(name)
         if changed({file: self._before[file]}) is not None:
             problem = "changed while it was read. Start again when the checkpoint is written."
-            raise WeightsError(f"{file} {problem}", file=str(file), tensor=name)
+            raise ModelError(f"{file} {problem}")
         return tensor
 
     def check(self, schema: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
-        """Raise WeightsError naming the first tensor that is missing or has another shape than the model's."""
+        """Raise ModelError naming the first tensor that is missing or has another shape than the model's."""
         for name, _, shape in schema:
             if name not in self:
-                raise WeightsError(f"{self.directory} has no tensor {name}. Use a complete checkpoint.", tensor=name)
+                raise ModelError(f"{self.directory} has no tensor {name}. Use a complete checkpoint.")
             if self.shapes[name] != shape:
                 problem = f"{name} has shape {list(self.shapes[name])}, config.json says {list(shape)}"
-                raise WeightsError(
-                    f"{self._file_of[name]}: {problem}. Use the config.json it was saved with.",
-                    file=str(self._file_of[name]),
-                    tensor=name,
-                )
+                raise ModelError(f"{self._file_of[name]}: {problem}. Use the config.json it was saved with.")
 
     def _files(self) -> list[Path]:
         index = self._index()
         files = sorted({self.directory / f for f in index.values()}) or sorted(self.directory.glob("*.safetensors"))
         if not files:
-            raise WeightsError(f"{self.directory} has no *.safetensors file. Set model.path to a complete checkpoint.")
+            raise ModelError(f"{self.directory} has no *.safetensors file. Set model.path to a complete checkpoint.")
         return files
 
     def _index(self) -> dict[str, str]:
@@ -84,18 +80,18 @@ class HfTensors:
         try:
             mapping: dict[str, str] = json.loads(path.read_text())["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise WeightsError(f"{path} is not a safetensors index ({error}). Copy it again.", file=str(path)) from None
+            raise ModelError(f"{path} is not a safetensors index ({error}). Copy it again.") from None
         return mapping
 
     def _check_index(self) -> None:
         for name, file in self._index().items():
             if name not in self._file_of:
                 path = self.directory / file
-                raise WeightsError(f"{path} lacks {name}, which the index puts there.", file=str(path), tensor=name)
+                raise ModelError(f"{path} lacks {name}, which the index puts there.")
 
 
 def read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape from one header, checked against the file's size. Raises WeightsError naming the file."""
+    """Name -> shape from one header, checked against the file's size. Raises ModelError naming the file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -109,9 +105,9 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
             raise ValueError(f"{size} bytes on disk, the header says {end}")
         return {name: tuple(entry["shape"]) for name, entry in entries.items()}
     except FileNotFoundError:
-        raise WeightsError(f"{path} is missing. Copy the checkpoint again.", file=str(path)) from None
+        raise ModelError(f"{path} is missing. Copy the checkpoint again.") from None
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise WeightsError(f"{path} is damaged ({error}). Copy it again.", file=str(path)) from None
+        raise ModelError(f"{path} is damaged ({error}). Copy it again.") from None
 
 
 def write_shards(directory: str | Path, tensors: Iterable[tuple[str, Any]], part: int) -> list[tuple[str, str, int]]:

@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-from trainer.errors import UnsupportedMegatron
+from trainer.errors import ModelError
 
 MEGATRON_VERSIONS = ("0.16.1", "0.19.2")
 
 
 @functools.cache
 def release() -> str:
-    """The installed release, of `MEGATRON_VERSIONS`. Raises UnsupportedMegatron."""
+    """The installed release, of `MEGATRON_VERSIONS`. Raises ModelError."""
     found = installed()
     if found is None or found not in MEGATRON_VERSIONS:
-        raise UnsupportedMegatron(found, MEGATRON_VERSIONS)
+        state = f"Megatron-Core {found} is installed" if found is not None else "Megatron-Core is not installed"
+        advice = "install one of them (docs/install.md)"
+        raise ModelError(f"{state}, and Hotswap works with {' or '.join(MEGATRON_VERSIONS)}: {advice}")
     return found
 
 

@@ -63,7 +63,7 @@ class _InertStream:
 
 def install() -> bool:
     """Install the shim. True if this process now runs Megatron-Core on the CPU, False where CUDA exists. Raises
-    UnsupportedMegatron."""
+    ModelError."""
     global _installed
     releases.release()
     _complete_megatron()

@@ -52,7 +52,7 @@ class Serving:
 
 def open_serving(config: TrainerConfig, shape: ModelShape) -> Serving:
     """The server that `memory.serving` names, if any. Collective, before the engine is built: where the device has no
-    room for the trainer beside the server, the server sleeps from now on. Raises SleepTimeout."""
+    room for the trainer beside the server, the server sleeps from now on. Raises MemoryPlanError."""
     section = config.memory.serving if config.memory is not None else None
     if config.memory is None or section is None:
         return Serving()
@@ -76,7 +76,7 @@ def build_memory(
     """The memory manager of a run; one that does nothing unless the configuration has a section `memory`. Collective.
 
     `serving`: what shares the device besides the trainer's own components (`open_serving`). `models`: those of the
-    rewards (`RankZeroComponents` in trainer/run.py), on rank 0. Raises OverBudget when a phase cannot be held,
+    rewards (`RankZeroComponents` in trainer/run.py), on rank 0. Raises MemoryPlanError when a phase cannot be held,
     ConfigError.
     """
     if config.memory is None:

@@ -23,7 +23,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from trainer.errors import MemoryPlanError, OverBudget
+from trainer.errors import MemoryPlanError
 
 State = Literal["instantiated", "offloaded", "destroyed"]
 Verb = Literal["instantiate", "offload", "reload", "destroy"]
@@ -204,7 +204,7 @@ class Ledger:
         if component.state != "instantiated" and needed > self.budget:
             held = ", ".join(_told(c) for c in self.components if c.state == "instantiated") or "nothing"
             problem = f"{_told(component)} does not fit into {gib(self.budget)}: {held} is held"
-            raise OverBudget(f"{problem}. Offload something first.", needed=needed, budget=self.budget)
+            raise MemoryPlanError(f"{problem}. Offload something first.", exit_code=2)
 
 
 def _told(component: Component) -> str:

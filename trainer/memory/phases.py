@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from trainer.errors import MemoryPlanError, OverBudget, RankFailed
+from trainer.errors import MemoryPlanError, RankFailed
 from trainer.megatron.parallel import gather_json
 from trainer.memory.ledger import Ledger, gib
 from trainer.metrics.throughput import Stopwatch
@@ -52,7 +52,7 @@ class Plan:
         return sum(size for name, size in self.sizes.items() if name in NEEDS[phase])
 
     def check(self) -> None:
-        """Raises OverBudget for the phase that needs most, if that does not fit, with the numbers."""
+        """Raises MemoryPlanError for the phase that needs most, if that does not fit, with the numbers."""
         worst = max(CYCLE, key=self.needed)
         room = self.budget - self.reserve
         if self.needed(worst) <= room:
@@ -62,10 +62,10 @@ class Plan:
         kept = f" less {gib(self.reserve)} kept for activations (memory.reserve_gib)" if self.reserve else ""
         problem = f"phase {worst} needs {gib(self.needed(worst))} ({told}), the budget is {gib(self.budget)}{kept}"
         advice = "Raise memory.budget_gib, shard over more ranks, or serve with a smaller KV cache"
-        raise OverBudget(f"{problem}. {advice}.", needed=self.needed(worst), budget=room)
+        raise MemoryPlanError(f"{problem}. {advice}.", exit_code=2)
 
     def moves(self, phase: Phase, held: frozenset[str]) -> Moves:
-        """How to get from what is `held` to the phase. Raises OverBudget before anything is to be moved."""
+        """How to get from what is `held` to the phase. Raises MemoryPlanError before anything is to be moved."""
         self.check()
         bring = tuple(name for name in self.sizes if name in NEEDS[phase] and name not in held)
         room = self.budget - self.reserve - sum(self.sizes[name] for name in (*held, *bring))
@@ -108,7 +108,8 @@ class NothingShared:
 
 
 class SharedMemory:
-    """The ledger of this rank, moved in step with the others'. Raises OverBudget, at once if a phase cannot fit."""
+    """The ledger of this rank, moved in step with the others'. Raises MemoryPlanError, at once if a phase
+    cannot fit."""
 
     def __init__(self, ledger: Ledger, reserve: int = 0) -> None:
         self.ledger, self._reserve = ledger, reserve

@@ -14,7 +14,7 @@ import httpx
 
 from trainer.config import ServingMemory
 from trainer.connection import Bearer, verify
-from trainer.errors import SleepTimeout
+from trainer.errors import MemoryPlanError
 from trainer.memory.ledger import Base
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ REQUESTED_BY = "trainer"
 
 
 class Fleet:
-    """The instances that share the device. Raises SleepTimeout for whatever keeps them from obeying."""
+    """The instances that share the device. Raises MemoryPlanError for whatever keeps them from obeying."""
 
     def __init__(self, config: ServingMemory) -> None:
         self._config = config
@@ -42,12 +42,12 @@ class Fleet:
         """Return when all have given their memory back; if one does not, all are woken again."""
         self._sleeping = self._ids()
         if not self._sleeping:
-            raise SleepTimeout(f"{self._config.admin_url} has no instances. Start them before the trainer.")
+            raise MemoryPlanError(f"{self._config.admin_url} has no instances. Start them before the trainer.")
         try:
             self._order()
             self._begin_renewing()  # now: requests in flight may take longer to end than an order lasts
             self._wait("asleep", "fall asleep")
-        except SleepTimeout:
+        except MemoryPlanError:
             self._end_renewing()
             self._wake_all()
             raise
@@ -66,7 +66,7 @@ class Fleet:
         if self._sleeping:
             try:
                 self._wake_all()
-            except SleepTimeout as error:
+            except MemoryPlanError as error:
                 log.warning("instances stay asleep until their orders end: %s", error)
         self._http.close()
 
@@ -93,7 +93,7 @@ class Fleet:
             if time.monotonic() > deadline:
                 late = ", ".join(sorted(missing))
                 advice = "Look into the log of the instance, or raise memory.serving.timeout_s"
-                raise SleepTimeout(f"{late} did not {what} within {self._config.timeout_s:g} s. {advice}.")
+                raise MemoryPlanError(f"{late} did not {what} within {self._config.timeout_s:g} s. {advice}.")
             time.sleep(POLL_S)
 
     def _in_state(self, state: str) -> set[str]:
@@ -110,7 +110,7 @@ class Fleet:
         while not self._stop.wait(self._config.ttl_s / 3):
             try:
                 self._order()
-            except SleepTimeout as error:
+            except MemoryPlanError as error:
                 log.warning("an order to sleep was not renewed; trying again: %s", error)
 
     def _end_renewing(self) -> None:
@@ -133,9 +133,9 @@ class Fleet:
                     return answer.json()
                 problem = f"{method} {path}: HTTP {answer.status_code} {answer.text[:300]}"
                 if answer.status_code < 500:
-                    raise SleepTimeout(f"{problem}. Correct memory.serving.")
+                    raise MemoryPlanError(f"{problem}. Correct memory.serving.")
             if time.monotonic() > deadline:
-                raise SleepTimeout(f"{problem}. Start the gateway, or correct memory.serving.admin_url.")
+                raise MemoryPlanError(f"{problem}. Start the gateway, or correct memory.serving.admin_url.")
             time.sleep(POLL_S)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.config import ParallelConfig
-from trainer.errors import ConfigError, NoLayout
+from trainer.errors import ConfigError, MemoryPlanError
 from trainer.megatron.hf_config import ModelShape
 from trainer.memory.ledger import GIB, gib
 from trainer.plan.estimate import Estimate, Workload, estimate
@@ -122,13 +122,13 @@ class Choice:
 
 
 def recommend(shape: ModelShape, hardware: Hardware, workload: Workload) -> Choice:
-    """The first that fits, in the tables' order. Raises NoLayout with the nearest miss, and with how many such GPUs it
-    would take."""
+    """The first that fits, in the tables' order. Raises MemoryPlanError with the nearest miss, and with how many such
+    GPUs it would take."""
     tried = list(candidates(shape, hardware, workload))
     for choice in tried:
         if choice.fits:
             return choice
-    raise NoLayout(_refusal(shape, hardware, workload, tried))
+    raise MemoryPlanError(_refusal(shape, hardware, workload, tried), exit_code=2)
 
 
 def candidates(shape: ModelShape, hardware: Hardware, workload: Workload) -> Iterator[Choice]:

@@ -75,7 +75,7 @@ def file_bytes(path: str) -> int:
 
 
 def print_plan(config: TrainerConfig, options: PlanOptions, console: Console | None = None) -> None:
-    """Print both. Raises ConfigError for a layout the model cannot be cut into, NoLayout when none fits."""
+    """Print both. Raises ConfigError for a layout the model cannot be cut into, MemoryPlanError when none fits."""
     console = console or Console()
     shape = load_shape(config.model.path)
     shape.check_parallel(config.parallel)

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from trainer.errors import ReportError
+from trainer.errors import DataError
 
 Event = dict[str, Any]
 SHARES = ("accuracy", "pass_at_")
@@ -93,18 +93,18 @@ class RunEvents:
 
 
 def read_events(path: str | Path) -> RunEvents:
-    """Raises ReportError for a file that is missing, has a line that is no event, or has no steps. A torn last line,
+    """Raises DataError for a file that is missing, has a line that is no event, or has no steps. A torn last line,
     which a killed run may leave, is left out."""
     path = Path(path)
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ReportError(f"cannot read {path} ({error.strerror}). Name the `metrics` file of a run.") from None
+        raise DataError(f"cannot read {path} ({error.strerror}). Name the `metrics` file of a run.") from None
     run = RunEvents(path.stem)
     for event in _parsed(path, lines):
         run.add(event)
     if not run.steps:
-        raise ReportError(f"{path} has no step yet. Report once the run has trained.")
+        raise DataError(f"{path} has no step yet. Report once the run has trained.")
     return run
 
 
@@ -120,7 +120,7 @@ def _parsed(path: Path, lines: list[bytes]) -> Iterable[Event]:
             if number == len(lines):  # the last line has no newline: the run was killed while it wrote
                 return
             problem = f"{path}, line {number} is no event of a run ({error})"
-            raise ReportError(f"{problem}. Name the `metrics` file of a run.") from None
+            raise DataError(f"{problem}. Name the `metrics` file of a run.") from None
         yield event
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import ReportError
+from trainer.errors import DataError
 from trainer.report.events import SHARES, Event, RunEvents, at_end, findings, read_events
 from trainer.report.plots import draw
 
@@ -19,7 +19,7 @@ def write_report(metrics: Sequence[str | Path], directory: str | Path | None = N
     """Write the report of one run, or of several compared; returns the path of its Markdown. `directory` defaults to
     the first metrics file's name with `-report`. Without matplotlib there are no plots, and the page says so.
 
-    Raises ReportError for a file that cannot be reported on, or a directory that cannot be written.
+    Raises DataError for a file that cannot be reported on, or a directory that cannot be written.
     """
     runs = _named_apart([read_events(path) for path in metrics], metrics)
     target = Path(directory) if directory is not None else default_directory(metrics[0])
@@ -28,7 +28,7 @@ def write_report(metrics: Sequence[str | Path], directory: str | Path | None = N
         plots = draw(runs, target) if importlib.util.find_spec("matplotlib") else []
         (target / "report.md").write_text(page(runs, plots))
     except OSError as error:
-        raise ReportError(f"cannot write the report into {target} ({error.strerror}). Choose another.") from None
+        raise DataError(f"cannot write the report into {target} ({error.strerror}). Choose another.") from None
     return target / "report.md"
 
 

@@ -21,7 +21,7 @@ from trainer.config import (
     RegexReward,
     RewardConfig,
 )
-from trainer.errors import ConfigError, RewardError, RewardTimeout
+from trainer.errors import ConfigError, RewardError
 from trainer.rewards.pool import WorkerPool
 from trainer.rewards.rules import ExactMatch, Format
 from trainer.rewards.scorer import ComparingReward, Reward, RewardRequest, Sample, SampleGroup, Score, Scorer, Weighted
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def build_scorer(configs: Sequence[RewardConfig], gateway: GatewayConfig | None = None) -> Scorer:
-    """The weighted sum a config names, its workers started. Raises ConfigError, SandboxUnavailable."""
+    """The weighted sum a config names, its workers started. Raises ConfigError, RewardError."""
     return Scorer(build_rewards(configs, gateway)).open()
 
 
@@ -78,8 +78,8 @@ class InWorker(Reward):
                 asked = {name: asked[name] for name in ("prompt", "answer", "expected", "extra")}
             value: float | None = await self._pool.ask(asked)
             return value
-        except RewardTimeout:
-            if self._rule:
+        except RewardError as error:
+            if self._rule and error.code == "timeout":
                 return 0.0  # the answer is too much for it, which is the answer's fault
             raise
 

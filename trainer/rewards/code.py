@@ -14,7 +14,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from trainer.config import CodeReward
-from trainer.errors import RewardError, RewardTimeout
+from trainer.errors import RewardError
 from trainer.rewards.sandbox import Limits, Sandbox
 from trainer.rewards.sandboxed import canonical
 from trainer.rewards.scorer import Reward, RewardRequest
@@ -154,8 +154,10 @@ class Code(Reward):
         async with self._room:
             try:
                 outcomes = await self._sandbox.run(program_in(request.answer), [case.asked for case in cases])
-            except RewardTimeout:
-                return 0.0  # which is the program's fault
+            except RewardError as error:
+                if error.code != "timeout":  # which is the program's fault
+                    raise
+                return 0.0
         passed = sum(case.passed(outcome) for case, outcome in zip(cases, outcomes, strict=False))
         return passed / len(cases) if self._config.partial else float(passed == len(cases))
 

@@ -13,8 +13,8 @@ from collections.abc import Coroutine, Mapping
 from operator import attrgetter
 from typing import Any
 
-from trainer.errors import ConfigError, RewardError, RewardTimeout
-from trainer.worker_process import GRACE_S, Lost, WorkerProcess, start_worker
+from trainer.errors import ConfigError, RewardError
+from trainer.worker_process import GRACE_S, WorkerProcess, start_worker
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0  # between attempts to replace a worker
 MODULE = "trainer.rewards.worker"
@@ -43,13 +43,13 @@ class WorkerPool:
         self.nbytes = sum(worker.nbytes for worker in self._workers)
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
-        """The value a worker gives. Raises RewardError: what it raised there, or its process ended; RewardTimeout."""
+        """The value a worker gives. Raises RewardError: what it raised there, its process ended, or `timeout`."""
         alone = False
         while True:
             worker = await self._take(alone=alone)
             try:
                 return await asyncio.shield(_spawn(self._tasks, self._evaluate(worker, request, alone=alone)))
-            except Lost:
+            except ConnectionError:
                 alone = True  # whoever stopped the others stops nobody now
 
     async def close(self) -> None:
@@ -62,7 +62,7 @@ class WorkerPool:
         self._wake()
 
     async def _evaluate(self, worker: WorkerProcess, request: Mapping[str, Any], *, alone: bool) -> Any:
-        """As `ask`; raises Lost when another request may be to blame."""
+        """As `ask`; raises ConnectionError when another request may be to blame."""
         shared = worker.room > 1 and not alone
         try:
             async with asyncio.timeout(self._timeout_s + GRACE_S):
@@ -70,9 +70,9 @@ class WorkerPool:
         except TimeoutError:
             worker.kill()
             if shared:
-                raise Lost from None
-            raise RewardTimeout(f"it took over {self._timeout_s:g} s and was killed.") from None
-        except Lost:
+                raise ConnectionError from None
+            raise RewardError(f"it took over {self._timeout_s:g} s and was killed.", code="timeout") from None
+        except ConnectionError:
             if shared:
                 raise
             raise RewardError(f"its process ended (status {await worker.status()}).") from None
@@ -81,7 +81,7 @@ class WorkerPool:
             self._replace_dead()
             self._wake()
         if reply.get("late"):
-            raise RewardTimeout(f"it took over {self._timeout_s:g} s and was cancelled.")
+            raise RewardError(f"it took over {self._timeout_s:g} s and was cancelled.", code="timeout")
         if "problem" in reply:
             raise RewardError(reply["problem"])
         return reply["value"]

@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 import psutil
 
-from trainer.errors import RewardError, RewardTimeout, SandboxUnavailable
+from trainer.errors import RewardError
 from trainer.rewards import bubblewrap
 from trainer.rewards.bubblewrap import call_filter
 
@@ -56,23 +56,23 @@ class Sandbox:
         self._as_root = os.geteuid() == 0
 
     async def check(self) -> None:
-        """Raises SandboxUnavailable where programs cannot be isolated."""
+        """Raises RewardError where programs cannot be isolated."""
         if not self._isolated:
             return
         if bubblewrap.binary() is None:
-            raise SandboxUnavailable(f"there is no bubblewrap (`bwrap`) on PATH. {ADVICE}")
+            raise RewardError(f"there is no bubblewrap (`bwrap`) on PATH. {ADVICE}", exit_code=2)
         if call_filter() is None:
-            raise SandboxUnavailable(f"the system calls of {platform.machine()} are not known here. {ADVICE}")
+            raise RewardError(f"the system calls of {platform.machine()} are not known here. {ADVICE}", exit_code=2)
         case = {"setup": "", "expression": "sum([20, 22])"}
         try:
             outcomes = await self.run("", [case])
         except RewardError as error:
-            raise SandboxUnavailable(f"bubblewrap cannot isolate programs here: {error} {ADVICE}") from None
+            raise RewardError(f"bubblewrap cannot isolate programs here: {error} {ADVICE}", exit_code=2) from None
         if outcomes != [{"case": 0, "value": "42"}]:
-            raise SandboxUnavailable(f"a trial in the sandbox failed: {outcomes}. {ADVICE}")
+            raise RewardError(f"a trial in the sandbox failed: {outcomes}. {ADVICE}", exit_code=2)
 
     async def run(self, program: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The outcome of each case that was come to. Raises RewardTimeout, RewardError."""
+        """The outcome of each case that was come to. Raises RewardError."""
         with contextlib.ExitStack() as stack:
             environment = {"PATH": os.environ.get("PATH", "/usr/bin")}
             directory = "/tmp" if self._isolated else stack.enter_context(tempfile.TemporaryDirectory())  # noqa: S108
@@ -86,7 +86,8 @@ class Sandbox:
                 async with asyncio.timeout(self._limits.timeout_s):
                     said, complaint = await self._talk(process, self._job(program, cases, directory), len(cases))
             except TimeoutError:
-                raise RewardTimeout(f"the program took over {self._limits.timeout_s:g} s and was killed.") from None
+                why = f"the program took over {self._limits.timeout_s:g} s and was killed."
+                raise RewardError(why, code="timeout") from None
             finally:
                 await _end(process, isolated=self._isolated)
         outcomes = _outcomes(said)
@@ -95,7 +96,7 @@ class Sandbox:
         return outcomes
 
     async def output(self, program: str) -> str:
-        """The output of a program, and the error that ended it. Raises RewardTimeout, RewardError."""
+        """The output of a program, and the error that ended it. Raises RewardError."""
         (outcome,) = await self.run(program, [{"input": "", "errors": True}]) or [{"error": "it said nothing"}]
         if "output" in outcome:
             return base64.b64decode(outcome["output"]).decode(errors="replace")

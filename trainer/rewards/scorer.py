@@ -115,7 +115,7 @@ class _Evaluator:
     """Of host memory, once open: what `close` gives back, and another `open` takes again. 0: too little to count."""
 
     async def open(self) -> None:
-        """Make ready. Raises ConfigError or SandboxUnavailable for what the user must correct."""
+        """Make ready. Raises ConfigError or RewardError for what the user must correct."""
 
     async def close(self) -> None:
         """Free what `open` took."""

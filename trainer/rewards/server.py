@@ -101,7 +101,7 @@ class Scorers:
         return list(self._scorers)
 
     def open(self) -> None:
-        """Raises ConfigError, SandboxUnavailable."""
+        """Raises ConfigError, RewardError."""
         for scorer in self._scorers.values():
             scorer.open()
 

@@ -37,7 +37,7 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Message, Observation, Task, messages_of
 from trainer.environments.base import CHARACTERS
-from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RolloutError
+from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
 from trainer.rollouts.generate import SEEDS, GenerateClient, Request
 from trainer.rollouts.teacher import Teacher
@@ -127,7 +127,7 @@ class RolloutSampler:
     ) -> None:
         """`model`: the name to ask for; None: what the gateway serves. `teacher`: whom to ask about samples too. Raises
         ConfigError for an environment that cannot be made, a key that is missing, or a teacher that is of no use;
-        TeacherUnreachable."""
+        RolloutError."""
         self._model = model
         self._rollout, self._scorer, self._tokenizer, self._seed = rollout, scorer, tokenizer, seed
         self._client = GenerateClient(gateway)
@@ -160,7 +160,7 @@ class RolloutSampler:
     def round(self, record: Record, n: int, number: int, before: Future[Outcome] | None = None) -> Future[Outcome]:
         """`submit` for training: the teacher is asked, if there is one, and each trajectory gets at most
         `rollout.token_budget` tokens, so the group may be left Partial. `before` is the round to go on from, once it is
-        over; a group that is complete stays as it is. The future raises RolloutError, TeacherError."""
+        over; a group that is complete stays as it is. The future raises RolloutError."""
         how = _How(self._scorer, True, self._rollout.token_budget, self._teacher)
         return self._start(self._round(record, self._training(record, n, number), number, how, before))
 
@@ -393,9 +393,10 @@ class RolloutSampler:
                 else:
                     await playing.episode.close()
                 return played
-            except EpisodeInterrupted:  # each time another one has failed, so there is an end to it
-                self._counts["episodes_interrupted"] += 1
             except EnvironmentFailed as error:
+                if error.code == "interrupted":  # each time another one has failed, so there is an end to it
+                    self._counts["episodes_interrupted"] += 1
+                    continue
                 self._counts["episodes_failed"] += 1
                 log.warning("an episode of record %d failed (attempt %d): %s", record.index, attempt, error)
                 attempt += 1

@@ -20,7 +20,7 @@ import orjson
 from trainer.config import TeacherConfig
 from trainer.connection import Bearer, verify
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import ConfigError, TeacherError, TeacherUnreachable
+from trainer.errors import ConfigError, RolloutError
 from trainer.rollouts.generate import FIRST_DELAY_S, LONGEST_DELAY_S, RETRYABLE, error_part, retry_after
 from trainer.trajectory import Trajectory
 
@@ -47,13 +47,13 @@ class Teacher:
         )
 
     async def open(self) -> None:
-        """Check that it has the student's tokenizer, and gives log-probs. Raises ConfigError, TeacherUnreachable."""
+        """Check that it has the student's tokenizer, and gives log-probs. Raises ConfigError, RolloutError."""
         await self._check_tokenizer()
         trial = self._tokenizer.plain(self._tokenizer.texts()[0])[:TRIAL_TOKENS]
         try:
             found = await self._of(trial)
-        except TeacherError as error:
-            if isinstance(error, TeacherUnreachable):
+        except RolloutError as error:
+            if error.status == 0:  # it does not answer
                 raise
             raise ConfigError(KEY, f"gives no log-probs of a prompt: {error}", _OTHER_FORM) from None
         if found is None:
@@ -63,7 +63,7 @@ class Teacher:
         """Those of all tokens after the prompt, 0 on the environment's; None if the teacher cannot take this one.
 
         A request that may succeed later (connection lost, 429, 5xx) is sent again for `retry_s` seconds. Raises
-        TeacherUnreachable after that, TeacherError for a refusal that others would meet too, or for no answer."""
+        RolloutError after that, for a refusal that others would meet too, or for no answer."""
         if not trajectory.policy_tokens:
             return (0.0,) * len(trajectory.token_ids)
         found = await self._of((*prompt_ids, *trajectory.token_ids))
@@ -89,12 +89,12 @@ class Teacher:
             log.warning("the teacher refuses a prompt of %d tokens: %s", len(token_ids), _said(response))
             return None
         if response.status_code != 200:
-            raise TeacherError(f"the teacher at {c.url} refused ({_said(response)}).", status=response.status_code)
+            raise RolloutError(f"the teacher at {c.url} refused ({_said(response)}).", status=response.status_code)
         try:
             found = self._read(orjson.loads(response.content)["choices"][0], token_ids)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             problem = f"the teacher at {c.url} answered something else than log-probs of the prompt ({error!r})"
-            raise TeacherError(f"{problem}. {_OTHER_FORM}.") from None
+            raise RolloutError(f"{problem}. {_OTHER_FORM}.", status=response.status_code) from None
         return [max(p, c.min_logprob) for p in found]
 
     def _read(self, choice: dict[str, Any], token_ids: Sequence[int]) -> list[float]:
@@ -122,7 +122,7 @@ class Teacher:
                 problem = str(error) or type(error).__name__
             wait = delay if wait is None else max(wait, delay)
             if time.monotonic() + wait > deadline:
-                raise TeacherUnreachable(
+                raise RolloutError(
                     f"no log-probs from the teacher at {c.url} within {c.retry_s:g} s; last: {problem}. Start it, or "
                     f"set {KEY}.url."
                 )

@@ -73,7 +73,7 @@ def test_what_cannot_be_is_refused_on_every_rank(two_ranks: Ranks, tiny_model: s
     first, last = two_ranks.call("phases_refused", path=tiny_model, parallel={"data": 2}, directory=str(tmp_path))
     for rank in (first, last):
         kind, told = rank[0]
-        assert kind == "OverBudget"
+        assert kind == "MemoryPlanError"
         assert "phase train needs" in told
         assert "the budget is 0.1 MiB" in told
         assert rank[1] == ["MemoryPlanError", "actor is offloaded. Enter a phase that needs it first."]

@@ -17,7 +17,7 @@ from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, runnin
 from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until
 from trainer.config import ServingMemory
-from trainer.errors import ConfigError, SleepTimeout
+from trainer.errors import ConfigError, MemoryPlanError
 from trainer.memory.serving import Fleet, ServingEngine
 from trainer.rewards.scorer import LoopThread
 from weightsync import open_store
@@ -109,7 +109,7 @@ def test_one_that_does_not_obey_is_named_and_nobody_stays_asleep(gateway: Runnin
     start("deaf", deaf=True)
     engine = ServingEngine(Fleet(config(gateway, timeout_s=0.5)), 1000, 2)
     named = r"deaf(, good)? did not fall asleep within 0\.5 s.*memory\.serving\.timeout_s"  # `good` may be late, too
-    with pytest.raises(SleepTimeout, match=named):
+    with pytest.raises(MemoryPlanError, match=named):
         engine.destroy()
     assert engine.state == "instantiated"
     wait_until(lambda: {i.record.id for i in gateway.gateway.default.fleet.serving} == {"good", "deaf"})
@@ -181,16 +181,16 @@ def test_a_server_makes_room_before_the_engine_is_built(
 
 
 def test_what_cannot_be_asked_is_said(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SleepTimeout, match="has no instances"):
+    with pytest.raises(MemoryPlanError, match="has no instances"):
         Fleet(config(gateway)).sleep()
     nowhere = ServingMemory(admin_url="http://127.0.0.1:9", timeout_s=0.2)
-    with pytest.raises(SleepTimeout, match=r"does not answer.*memory\.serving\.admin_url"):
+    with pytest.raises(MemoryPlanError, match=r"does not answer.*memory\.serving\.admin_url"):
         Fleet(nowhere).sleep()
     unknown = ServingMemory(admin_url=nowhere.admin_url, instances=("x",))
-    with pytest.raises(SleepTimeout, match="404"):
+    with pytest.raises(MemoryPlanError, match="404"):
         Fleet(ServingMemory(admin_url=config(gateway).admin_url, instances=unknown.instances)).sleep()
     monkeypatch.setenv("HOTSWAP_ADMIN_KEY", "wrong")
-    with pytest.raises(SleepTimeout, match="401"):
+    with pytest.raises(MemoryPlanError, match="401"):
         Fleet(config(gateway)).sleep()
     monkeypatch.delenv("HOTSWAP_ADMIN_KEY")
     with pytest.raises(ConfigError, match=r"memory\.serving.*admin_key_file"):

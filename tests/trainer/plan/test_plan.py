@@ -14,7 +14,7 @@ import yaml
 
 from tests.trainer.ranks import Ranks
 from trainer.config import LoraConfig, OptimizerConfig, ParallelConfig, TrainerConfig, load, strict
-from trainer.errors import NoLayout
+from trainer.errors import MemoryPlanError
 from trainer.main import main
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.memory.ledger import GIB
@@ -81,7 +81,7 @@ def test_memory_is_bought_in_the_order_of_the_table(tmp_path: Path) -> None:
         try:
             choice = recommend(model, Hardware(4, gib * GIB), Workload(length=4096, micro_batch=2))
             found.append((choice.parallel.tensor, order.index((choice.economy.recompute, choice.economy.shard))))
-        except NoLayout:
+        except MemoryPlanError:
             found.append((99, 99))
     assert found == sorted(found)
     assert found[:3] == [(1, 0), (1, 1), (1, 2)]
@@ -116,11 +116,13 @@ def test_a_sequence_is_not_cut_into_pieces_that_are_too_short(tmp_path: Path) ->
 
 def test_no_layout_is_refused_with_the_nearest_and_a_number_that_is_enough(tmp_path: Path) -> None:
     model = shape(tmp_path, "70B")
-    with pytest.raises(NoLayout, match=r"no layout fits on 2 GPUs.* needs .* of .*Take (\d+) such GPUs") as refused:
+    with pytest.raises(
+        MemoryPlanError, match=r"no layout fits on 2 GPUs.* needs .* of .*Take (\d+) such GPUs"
+    ) as refused:
         recommend(model, Hardware(2, 80 * GIB), WORK)
     enough = int(str(refused.value).split("Take ")[1].split()[0])
     assert recommend(model, Hardware(enough, 80 * GIB), WORK).fits
-    with pytest.raises(NoLayout):
+    with pytest.raises(MemoryPlanError):
         recommend(model, Hardware(enough // 2, 80 * GIB), WORK)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.errors import ReportError
+from trainer.errors import DataError
 from trainer.report import read_events, write_report
 from trainer.report.__main__ import main as report_main
 from trainer.report.events import findings
@@ -105,17 +105,17 @@ def test_a_torn_last_line_is_left_out_and_any_other_refused(tmp_path: Path) -> N
     path = written(tmp_path / "m.jsonl", start(), step(1), tail='{"event": "step", "st')
     assert list(read_events(path).steps) == [1]
     for events, line, told in (([start()], "not json", "line 2"), ([], '{"a": 1}', "line 1")):
-        with pytest.raises(ReportError, match=told):
+        with pytest.raises(DataError, match=told):
             read_events(written(tmp_path / "b.jsonl", *events, tail=f"{line}\n{json.dumps(step(1))}\n"))
 
 
 def test_nothing_to_report_on_is_a_typed_error(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="cannot read"):
+    with pytest.raises(DataError, match="cannot read"):
         read_events(tmp_path / "missing.jsonl")
-    with pytest.raises(ReportError, match="no step yet"):
+    with pytest.raises(DataError, match="no step yet"):
         read_events(written(tmp_path / "m.jsonl", start()))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ReportError, match="cannot write"):
+    with pytest.raises(DataError, match="cannot write"):
         write_report([run(tmp_path / "m2.jsonl")], tmp_path / "file")
 
 

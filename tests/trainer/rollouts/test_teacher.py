@@ -15,7 +15,7 @@ from tests.trainer.rollouts.teacher_server import TeacherServer
 from trainer.config import CallableEnvironment, EvalConfig, TeacherConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import ConfigError, TeacherError, TeacherUnreachable
+from trainer.errors import ConfigError, RolloutError
 from trainer.rollouts.sampling import RolloutSampler
 from trainer.tiny_model import write_tiny_model
 from trainer.trajectory import Trajectory, TrajectoryGroup
@@ -124,16 +124,16 @@ def test_a_trajectory_that_it_cannot_take_is_left_out(taught: Make, teacher: Tea
 def test_one_that_stays_away_ends_the_run_by_name(taught: Make, teacher: TeacherServer, record: Record) -> None:
     with taught(retry_s=0.3) as running:
         teacher.failures = [503] * 50
-        with pytest.raises(TeacherUnreachable, match=r"within 0.3 s; last: HTTP 503.*algorithm.teacher.url"):
+        with pytest.raises(RolloutError, match=r"within 0.3 s; last: HTTP 503.*algorithm.teacher.url"):
             sampled(running, record, 1)
-    with pytest.raises(TeacherUnreachable, match="Start it"):
+    with pytest.raises(RolloutError, match="Start it"):
         taught(url="http://127.0.0.1:9", retry_s=0.3)
 
 
 def test_a_key_that_is_taken_back_ends_the_run(taught: Make, teacher: TeacherServer, record: Record) -> None:
     with taught() as running:
         teacher.failures = [401]
-        with pytest.raises(TeacherError, match="refused \\(HTTP 401") as error:
+        with pytest.raises(RolloutError, match="refused \\(HTTP 401") as error:
             sampled(running, record, 1)
     assert error.value.status == 401
 
@@ -152,7 +152,7 @@ def test_what_is_no_logprob_is_never_trained_on(
 ) -> None:
     with taught() as running:
         teacher.broken = json.loads(json.dumps(answer).replace("NaN", '"nan"'))
-        with pytest.raises(TeacherError, match=r"something else than log-probs.*algorithm.teacher.form"):
+        with pytest.raises(RolloutError, match=r"something else than log-probs.*algorithm.teacher.form"):
             sampled(running, record, 1)
     with pytest.raises(ConfigError, match="gives no log-probs of a prompt"):
         taught()

@@ -14,7 +14,7 @@ import safetensors.torch
 
 from server.follow.sources import BadCheckpoint, verify
 from tests.weightsync.tensors import model, save_safetensors
-from trainer.errors import WeightsError
+from trainer.errors import ModelError
 from trainer.megatron.hf_files import HfTensors
 from weightsync import Publisher
 from weightsync.errors import CheckpointError
@@ -104,7 +104,7 @@ READERS: dict[str, tuple[Callable[[Path, str], None], Any, str, type[Exception]]
     "glance": (glance, os, "pread", CheckpointError),
     "follow": (follow, hashlib, "file_digest", BadCheckpoint),
     "quantize": (quantize, safetensors.torch, "load_file", CheckpointError),
-    "train": (train, os, "fstat", WeightsError),
+    "train": (train, os, "fstat", ModelError),
 }
 
 

@@ -18,11 +18,12 @@ import numpy as np
 import orjson
 
 from trainer.algorithms.offline import Dpo
-from trainer.api.errors import BadRequest
+from trainer.api.errors import ApiError
 from trainer.batch import Sequence
 from trainer.config import DpoConfig
 from trainer.data.conversation import joined, text_of
 from trainer.data.formats import parsed
+from trainer.data.parse import BadRecord
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 
@@ -32,10 +33,6 @@ LONGEST_LINE: Final = 1 << 24
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _INPUT: Final = {"messages", "tools", "parallel_tool_calls"}
 _OUTPUTS: Final = ("preferred_output", "non_preferred_output")
-
-
-class BadLine(ValueError):
-    """A line that cannot be used; the message says what to do."""
 
 
 class Lines:
@@ -57,24 +54,24 @@ class Lines:
         return len(self._starts)
 
     def read(self, index: int) -> Any:
-        """The JSON value of a line. Raises BadLine."""
+        """The JSON value of a line. Raises BadRecord."""
         with self._path.open("rb") as file:
             file.seek(int(self._starts[index]))
             return parse(file.readline())
 
 
 def parse(line: bytes) -> Any:
-    """Raises BadLine when it is no JSON."""
+    """Raises BadRecord when it is no JSON."""
     if len(line) > LONGEST_LINE:
-        raise BadLine(f"it has more than {LONGEST_LINE >> 20} MB: shorten it")
+        raise BadRecord(f"it has more than {LONGEST_LINE >> 20} MB: shorten it")
     try:
         return parsed(line)
     except ValueError as error:
-        raise BadLine(f"it is not JSON ({error}): write one object a line") from None
+        raise BadRecord(f"it is not JSON ({error}): write one object a line") from None
 
 
 def check_file(path: Path) -> str:
-    """The method that all its lines are for. Raises BadRequest, which names the bad ones."""
+    """The method that all its lines are for. Raises ApiError (400), which names the bad ones."""
     found: dict[str, int] = {}  # the first line of each method
     bad = Bad("the file")
     count = 0
@@ -85,14 +82,14 @@ def check_file(path: Path) -> str:
             count += 1
             try:
                 found.setdefault(method_of(parse(line)), number)
-            except BadLine as error:
+            except BadRecord as error:
                 bad.add(number, error)
     bad.refuse()
     if not count:
-        raise BadRequest("the file is empty: write one example a line, as JSON", "invalid_file", "file")
+        raise ApiError(400, "the file is empty: write one example a line, as JSON", "invalid_file", "file")
     if len(found) > 1:
         said = ", ".join(f"line {number} is for {method}" for method, number in found.items())
-        raise BadRequest(f"a file has examples of one method alone, but {said}: part them", "invalid_file", "file")
+        raise ApiError(400, f"a file has examples of one method alone, but {said}: part them", "invalid_file", "file")
     return next(iter(found))
 
 
@@ -104,26 +101,26 @@ class Bad:
         self._said: list[str] = []
         self.count = 0
 
-    def add(self, number: int, error: BadLine) -> None:
+    def add(self, number: int, error: BadRecord) -> None:
         self.count += 1
         if len(self._said) < NAMED:
             self._said.append(f"Line {number}: {error}.")
 
     def refuse(self) -> None:
-        """Raises BadRequest if there is one."""
+        """Raises ApiError (400) if there is one."""
         if not self.count:
             return
         more = f" ... and {self.count - NAMED} more." if self.count > NAMED else ""
         lines = "1 line" if self.count == 1 else f"{self.count} lines"
-        raise BadRequest(
-            f"{lines} of {self._what} cannot be used. {' '.join(self._said)}{more}", self._code, self._param
+        raise ApiError(
+            400, f"{lines} of {self._what} cannot be used. {' '.join(self._said)}{more}", self._code, self._param
         )
 
 
 def method_of(value: Any) -> str:
-    """The method that a line is for. Raises BadLine."""
+    """The method that a line is for. Raises BadRecord."""
     if not isinstance(value, dict):
-        raise BadLine("it is no object: write {...}")
+        raise BadRecord("it is no object: write {...}")
     if "input" in value or any(name in value for name in _OUTPUTS):
         _check_preference(value)
         return PREFERENCE
@@ -131,40 +128,40 @@ def method_of(value: Any) -> str:
         _only(value, {"prompt", "completion"})
         for name in ("prompt", "completion"):
             if not isinstance(value.get(name), str) or not value[name]:
-                raise BadLine(f"{name!r} is no text: give one")
+                raise BadRecord(f"{name!r} is no text: give one")
         return SUPERVISED
     if "messages" not in value:
-        raise BadLine("it has no 'messages': write {\"messages\": [...]}, or an input with two outputs for dpo")
+        raise BadRecord("it has no 'messages': write {\"messages\": [...]}, or an input with two outputs for dpo")
     _check_input(value)
     messages = value["messages"]
     if not any(m["role"] == "assistant" and m.get("weight", 1) for m in messages):
-        raise BadLine("it has no assistant's message to learn: add one, whose weight is not 0")
+        raise BadRecord("it has no assistant's message to learn: add one, whose weight is not 0")
     if messages[0]["role"] == "assistant":
-        raise BadLine("it begins with the assistant's message: put the user's before it")
+        raise BadRecord("it begins with the assistant's message: put the user's before it")
     return SUPERVISED
 
 
 def _check_preference(value: dict[str, Any]) -> None:
     _only(value, {"input", *_OUTPUTS})
     if not isinstance(value.get("input"), dict):
-        raise BadLine("'input' is no object: write {\"messages\": [...]}")
+        raise BadRecord("'input' is no object: write {\"messages\": [...]}")
     _check_input(value["input"])
     for name in _OUTPUTS:
         output = value.get(name)
         if not isinstance(output, list) or len(output) != 1:
-            raise BadLine(f"{name!r} is no list of one message: give one of the assistant")
+            raise BadRecord(f"{name!r} is no list of one message: give one of the assistant")
         _check_message(output[0], name)
         if output[0]["role"] != "assistant":
-            raise BadLine(f"{name!r} is a message of {output[0]['role']!r}: give one of the assistant")
+            raise BadRecord(f"{name!r} is a message of {output[0]['role']!r}: give one of the assistant")
     if text_of(value[_OUTPUTS[0]][0]) == text_of(value[_OUTPUTS[1]][0]) and not value[_OUTPUTS[0]][0].get("tool_calls"):
-        raise BadLine("both outputs are the same: leave the line out")
+        raise BadRecord("both outputs are the same: leave the line out")
 
 
 def _check_input(value: dict[str, Any]) -> None:
     _only(value, _INPUT)
     messages = value.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise BadLine("'messages' is no list with a message in it: give one")
+        raise BadRecord("'messages' is no list with a message in it: give one")
     for number, message in enumerate(messages):
         _check_message(message, f"messages[{number}]")
     tools = value.get("tools")
@@ -175,52 +172,52 @@ def _check_input(value: dict[str, Any]) -> None:
         for t in tools
     )
     if not good:
-        raise BadLine('\'tools\' is no list of {"type": "function", "function": {"name": ...}}')
+        raise BadRecord('\'tools\' is no list of {"type": "function", "function": {"name": ...}}')
 
 
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, dict):
-        raise BadLine(f"{where} is no object: write a role and a content")
+        raise BadRecord(f"{where} is no object: write a role and a content")
     role = message.get("role")
     if role not in _ROLES:
-        raise BadLine(f"{where} has the role {role!r}: use one of {', '.join(_ROLES)}")
+        raise BadRecord(f"{where} has the role {role!r}: use one of {', '.join(_ROLES)}")
     if message.get("function_call") is not None:
-        raise BadLine(f"{where} has a function_call: write tool_calls")
+        raise BadRecord(f"{where} has a function_call: write tool_calls")
     calls = message.get("tool_calls")
     if calls is not None:
         if role != "assistant":
-            raise BadLine(f"{where} has tool_calls, which the assistant's messages alone may have")
+            raise BadRecord(f"{where} has tool_calls, which the assistant's messages alone may have")
         _check_calls(calls, where)
     if not isinstance(text_of(message), str):
-        raise BadLine(f"{where} has no text: give a content, a text or parts of type text")
+        raise BadRecord(f"{where} has no text: give a content, a text or parts of type text")
     if not text_of(message) and not calls:
-        raise BadLine(f"{where} is empty: give it a content")
+        raise BadRecord(f"{where} is empty: give it a content")
     if "weight" in message:
         if role != "assistant":
-            raise BadLine(f"{where} has a weight, which the assistant's messages alone may have: leave it out")
+            raise BadRecord(f"{where} has a weight, which the assistant's messages alone may have: leave it out")
         if isinstance(message["weight"], bool) or message["weight"] not in (0, 1):
-            raise BadLine(f"{where} has the weight {message['weight']!r}: use 0 or 1")
+            raise BadRecord(f"{where} has the weight {message['weight']!r}: use 0 or 1")
 
 
 def _check_calls(calls: Any, where: str) -> None:
     if not isinstance(calls, list) or not calls:
-        raise BadLine(f"{where} has tool_calls that are no list of calls")
+        raise BadRecord(f"{where} has tool_calls that are no list of calls")
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadLine(f"{where} calls a tool without a function and its name")
+            raise BadRecord(f"{where} calls a tool without a function and its name")
         try:
             given = function.get("arguments", "")
             good = isinstance(given if isinstance(given, dict) else orjson.loads(given), dict)
         except (ValueError, TypeError):
             good = False
         if not good:
-            raise BadLine(f"{where} calls {function['name']!r} with arguments that are no JSON object in a text")
+            raise BadRecord(f"{where} calls {function['name']!r} with arguments that are no JSON object in a text")
 
 
 def _only(value: dict[str, Any], known: set[str]) -> None:
     if unknown := sorted(value.keys() - known):
-        raise BadLine(f"it has {unknown[0]!r}, which nothing reads: leave it out")
+        raise BadRecord(f"it has {unknown[0]!r}, which nothing reads: leave it out")
 
 
 class Reader:
@@ -231,14 +228,14 @@ class Reader:
         self._pairs = Dpo(DpoConfig())
 
     def sequences(self, value: Any) -> list[Sequence]:
-        """One or more of a conversation; of a preference two, the preferred one first. Raises BadLine, DataError."""
+        """One or more of a conversation; of a preference two, the preferred one first. Raises BadRecord, DataError."""
         method_of(value)
         try:
             found = self._sequences(value)
         except ValueError as error:
-            raise BadLine(str(error)) from None
+            raise BadRecord(str(error)) from None
         if (most := max(sequence.length for sequence in found)) > self._longest:
-            raise BadLine(f"it has {most} tokens, and the model takes {self._longest}: shorten it")
+            raise BadRecord(f"it has {most} tokens, and the model takes {self._longest}: shorten it")
         return found
 
     def _sequences(self, value: dict[str, Any]) -> list[Sequence]:

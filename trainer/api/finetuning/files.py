@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from trainer.api.config import ApiConfig
-from trainer.api.errors import BadRequest, NotFound
+from trainer.api.errors import ApiError
 from trainer.api.finetuning.examples import check_file
 from trainer.api.journal import Journal, Record
 from trainer.api.states import settle
@@ -33,12 +33,12 @@ class Files:
                 path.unlink()
 
     def keep(self, owner: str, name: str, purpose: str, content: BinaryIO) -> Record:
-        """Check an upload and keep it. Raises BadRequest."""
+        """Check an upload and keep it. Raises ApiError (400)."""
         if purpose != UPLOADED:
-            raise BadRequest(f"the purpose {purpose!r} is nothing here: use {UPLOADED!r}", "bad_purpose", "purpose")
+            raise ApiError(400, f"the purpose {purpose!r} is nothing here: use {UPLOADED!r}", "bad_purpose", "purpose")
         most = self._limits.files
         if sum(found.about["purpose"] == UPLOADED for found in self._journal.of_owner(FILE, owner)) >= most:
-            raise BadRequest(f"this key has {most} files, which is the limit: delete one", "too_many_files", "file")
+            raise ApiError(400, f"this key has {most} files, which is the limit: delete one", "too_many_files", "file")
         identity = f"file-{uuid.uuid4().hex}"
         beside = self._directory / f".{identity}.new"
         try:
@@ -61,17 +61,17 @@ class Files:
         return Record(FILE, identity, owner, about=self._about(identity, name, RESULTS))
 
     def find(self, owner: str, identity: str, param: str | None = None) -> Record:
-        """One of the key's own. Raises NotFound."""
+        """One of the key's own. Raises ApiError (404)."""
         found = self._journal.get(FILE, identity)
         if found is None or found.owner != owner:
-            raise NotFound(f"there is no file {identity!r} of this key: upload one first", param=param)
+            raise ApiError(404, f"there is no file {identity!r} of this key: upload one first", param=param)
         return found
 
     def path(self, identity: str) -> Path:
         return self._directory / identity
 
     def delete(self, owner: str, identity: str) -> None:
-        """Raises NotFound."""
+        """Raises ApiError (404)."""
         self.find(owner, identity)
         self._journal.remove(FILE, identity)
         self.path(identity).unlink(missing_ok=True)

@@ -25,16 +25,17 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from trainer.api.errors import ApiError, BadRequest, Ended, NotFound, TooMany
-from trainer.api.finetuning.examples import PREFERENCE, SUPERVISED, Bad, BadLine, Lines, Reader
+from trainer.api.errors import ApiError, Ended
+from trainer.api.finetuning.examples import PREFERENCE, SUPERVISED, Bad, Lines, Reader
 from trainer.api.finetuning.files import RESULTS, Files
-from trainer.api.finetuning.run import At, Checkpoint, Run, Stopped
+from trainer.api.finetuning.run import At, Checkpoint, Run
 from trainer.api.finetuning.steps import Plan
 from trainer.api.journal import Journal, Record
 from trainer.api.sampling import Client
 from trainer.api.service import MODEL, SESSION, Service
 from trainer.api.tenants import seed_of
 from trainer.api.wire import Body
+from trainer.data.parse import BadRecord
 from trainer.data.tokenizer import model_tokenizer
 from trainer.errors import TrainerError
 
@@ -99,18 +100,20 @@ class CreateJob(_Strict):
     integrations: list[dict[str, Any]] | None = None
 
     def chosen(self) -> tuple[str, Hyperparameters]:
-        """The method and its hyperparameters. Raises BadRequest."""
+        """The method and its hyperparameters. Raises ApiError (400)."""
         if self.method is None:
             return SUPERVISED, self.hyperparameters or Hyperparameters()
         if self.hyperparameters is not None:
-            raise BadRequest("give hyperparameters in the method, or without one, not both", param="hyperparameters")
+            raise ApiError(400, "give hyperparameters in the method, or without one, not both", param="hyperparameters")
         kind = self.method.type
         if kind not in (SUPERVISED, PREFERENCE):
             advice = "use supervised or dpo; `hotswap train` and the tinker SDK learn from rewards"
-            raise BadRequest(f"the method {kind!r} is nothing here: {advice}", "unknown_method", "method.type")
+            raise ApiError(400, f"the method {kind!r} is nothing here: {advice}", "unknown_method", "method.type")
         for other in {"supervised", "dpo", "reinforcement"} - {kind}:
             if getattr(self.method, other) is not None:
-                raise BadRequest(f"the method is {kind}, so nothing reads this: leave it out", param=f"method.{other}")
+                raise ApiError(
+                    400, f"the method is {kind}, so nothing reads this: leave it out", param=f"method.{other}"
+                )
         if kind == SUPERVISED:
             return SUPERVISED, (self.method.supervised or Supervised()).hyperparameters or Hyperparameters()
         return PREFERENCE, (self.method.dpo or Preferences()).hyperparameters or DpoHyperparameters()
@@ -150,15 +153,15 @@ class Jobs:
     # The requests of clients.
 
     async def create(self, client: Client, body: CreateJob) -> Record:
-        """Raises BadRequest, NotFound, TooMany."""
+        """Raises ApiError (400, 404, 429)."""
         method, asked = body.chosen()
         if body.suffix is not None and not _SUFFIX.fullmatch(body.suffix):
-            raise BadRequest(
-                f"the suffix {body.suffix!r} is none: use up to 64 letters, digits and . _ -", param="suffix"
+            raise ApiError(
+                400, f"the suffix {body.suffix!r} is none: use up to 64 letters, digits and . _ -", param="suffix"
             )
         if body.integrations:
             advice = "leave it out; the events and the result file have the metrics"
-            raise BadRequest(f"no integration is connected here: {advice}", param="integrations")
+            raise ApiError(400, f"no integration is connected here: {advice}", param="integrations")
         base = self._base(client, body.model)
         identity = f"ftjob-{uuid.uuid4().hex}"
         about: dict[str, Any] = {
@@ -186,10 +189,10 @@ class Jobs:
                     self._check_file(client, about[name], method, name)
             most = self._config.limits.jobs
             if sum(job.owner == client.owner for job in self._open.values()) >= most:
-                raise TooMany(f"{most} jobs of this key have not ended: wait for one, or cancel one")
+                raise ApiError(429, f"{most} jobs of this key have not ended: wait for one, or cancel one")
             if len(self.journal.of_owner(MODEL, client.owner)) >= self._config.limits.models:
                 advice = "delete a model (DELETE /v1/models/NAME), or have limits.models raised"
-                raise BadRequest(f"this key has as many models as it may: {advice}", "too_many_models", "model")
+                raise ApiError(400, f"this key has as many models as it may: {advice}", "too_many_models", "model")
             job = Record(JOB, identity, client.owner, about=about)
             named = " and ".join(about[n] for n in ("training_file", "validation_file") if about[n])
             events = [_event(job, f"Created fine-tuning job: {identity}"), _event(job, f"Validating: {named}")]
@@ -199,73 +202,77 @@ class Jobs:
         return job
 
     def find(self, client: Client, identity: str) -> Record:
-        """One of the key's own. Raises NotFound."""
+        """One of the key's own. Raises ApiError (404)."""
         found = self.journal.get(JOB, identity)
         if found is None or found.owner != client.owner:
-            raise NotFound(f"there is no fine-tuning job {identity!r} of this key: create one, or list them")
+            raise ApiError(404, f"there is no fine-tuning job {identity!r} of this key: create one, or list them")
         return found
 
     async def cancel(self, client: Client, identity: str) -> Record:
-        """Between two steps. Raises NotFound, BadRequest for one that has ended."""
+        """Between two steps. Raises ApiError (404; 400 for one that has ended)."""
         return await self._move(client, identity, OPEN, CANCELLED, "Fine-tuning job cancelled", finished=time.time())
 
     async def pause(self, client: Client, identity: str) -> Record:
-        """Between two steps. Raises NotFound, BadRequest for one that has nothing to pause."""
+        """Between two steps. Raises ApiError (404; 400 for one that has nothing to pause)."""
         return await self._move(client, identity, {QUEUED, RUNNING}, PAUSED, "Fine-tuning job paused")
 
     async def resume(self, client: Client, identity: str) -> Record:
-        """Raises NotFound, BadRequest for one that is not paused."""
+        """Raises ApiError (404; 400 for one that is not paused)."""
         return await self._move(client, identity, {PAUSED}, QUEUED, "Fine-tuning job resumed")
 
     async def delete_file(self, client: Client, identity: str) -> None:
-        """Raises NotFound, BadRequest for one that a job still reads."""
+        """Raises ApiError (404; 400 for one that a job still reads)."""
         async with self._lock:
             for job in self._open.values():
                 if job.owner == client.owner and identity in (job.about["training_file"], job.about["validation_file"]):
                     advice = "wait until it has ended, or cancel it"
-                    raise BadRequest(f"the job {job.id} uses {identity}: {advice}", "file_in_use", "file_id")
+                    raise ApiError(400, f"the job {job.id} uses {identity}: {advice}", "file_in_use", "file_id")
             await asyncio.to_thread(self.files.delete, client.owner, identity)
 
     def tuned(self, client: Client, name: str) -> Record:
-        """A model that a job has trained, by name. Raises NotFound."""
+        """A model that a job has trained, by name. Raises ApiError (404)."""
         found = self.journal.get(TUNED, name)
         if found is None or found.owner != client.owner:
             base = self._config.name
-            raise NotFound(
-                f"there is no model {name!r} of this key: use {base!r}, or train one", "model_not_found", "model"
+            raise ApiError(
+                404, f"there is no model {name!r} of this key: use {base!r}, or train one", "model_not_found", "model"
             )
         return found
 
     async def delete_model(self, client: Client, name: str) -> None:
-        """Raises NotFound, BadRequest for one that a job still needs."""
+        """Raises ApiError (404; 400 for one that a job still needs)."""
         async with self._lock:
             found = self.tuned(client, name)
             job = found.about["job"]
             for other in self._open.values():
                 if other.id == job or (other.about["from"] is not None and other.about["from"] == found.about["state"]):
                     advice = "wait until it has ended, or cancel it"
-                    raise BadRequest(f"the job {other.id} needs {name}: {advice}", "model_in_use", "model")
+                    raise ApiError(400, f"the job {other.id} needs {name}: {advice}", "model_in_use", "model")
             for path in filter(None, (found.about["adapter"], found.about["state"])):
                 await asyncio.to_thread(self._service.delete_checkpoint, client, path)
             await asyncio.to_thread(self.journal.remove, TUNED, name)
         await self._tidy(job)
 
     def _base(self, client: Client, name: str) -> dict[str, Any]:
-        """The start of a job: the base model and a rank, or a state to go on from. Raises NotFound, BadRequest."""
+        """The start of a job: the base model and a rank, or a state to go on from. Raises ApiError (400, 404)."""
         if name == self._config.name:
             return {"from": None, "rank": self._config.job_rank}
         found = self.tuned(client, name)
         if found.about["state"] is None:
-            raise BadRequest(f"{name} is of an epoch within a job: train the job's last model further", param="model")
+            raise ApiError(
+                400, f"{name} is of an epoch within a job: train the job's last model further", param="model"
+            )
         return {"from": found.about["state"], "rank": None}
 
     def _check_file(self, client: Client, identity: str, method: str, param: str) -> None:
         file = self.files.find(client.owner, identity, param)
         if file.about["purpose"] == RESULTS:
-            raise BadRequest(f"{identity} has results of a job: give a file of examples", param=param)
+            raise ApiError(400, f"{identity} has results of a job: give a file of examples", param=param)
         if file.about["method"] != method:
             wrong = file.about["method"]
-            raise BadRequest(f"the examples in {identity} are for {wrong}, the job's method is {method}", param=param)
+            raise ApiError(
+                400, f"the examples in {identity} are for {wrong}, the job's method is {method}", param=param
+            )
 
     async def _move(
         self, client: Client, identity: str, states: set[str], to: str, message: str, **changes: Any
@@ -275,7 +282,7 @@ class Jobs:
         if changed is None:
             status = self.find(client, identity).about["status"]
             possible = ", ".join(sorted(states))
-            raise BadRequest(f"the job is {status}; it must be one of {possible} for that", "wrong_status")
+            raise ApiError(400, f"the job is {status}; it must be one of {possible} for that", "wrong_status")
         self._wake()
         return changed
 
@@ -313,8 +320,6 @@ class Jobs:
                 continue
             try:
                 await do(job)
-            except Stopped:
-                pass
             except Ended:  # it goes on after the next start
                 return
             except TrainerError as error:
@@ -349,7 +354,7 @@ class Jobs:
         self._woken[QUEUED].set()
 
     def _examined(self, job: Record) -> int:
-        """How many examples it trains on. Raises BadRequest, which names the bad lines, DataError."""
+        """How many examples it trains on. Raises ApiError (400), which names the bad lines, DataError."""
         reader = self._reader()
         for name in ("validation_file", "training_file"):
             if job.about[name] is None:
@@ -358,7 +363,7 @@ class Jobs:
             for index in range(len(lines)):
                 try:
                     reader.sequences(lines.read(index))
-                except BadLine as error:
+                except BadRecord as error:
                     bad.add(int(lines.numbers[index]), error)
             bad.refuse()
         return len(lines)
@@ -383,22 +388,19 @@ class Jobs:
         rate *= asked["learning_rate_multiplier"]
         plan = Plan(len(training), asked["n_epochs"], asked["batch_size"], rate, job.about["seed"])
 
-        async def report(at: At, measured: Mapping[str, Any], left: Checkpoint | None) -> None:
-            await self._reached(job, plan, at, measured, left)
+        async def report(at: At, measured: Mapping[str, Any], left: Checkpoint | None) -> bool:
+            return await self._reached(job, plan, at, measured, left)
 
         await Run(self._service, job, plan, self._reader(), (training, validation)).go(report)
 
     async def _reached(
         self, job: Record, plan: Plan, at: At, measured: Mapping[str, Any], left: Checkpoint | None
-    ) -> None:
-        """Raises Stopped when the job is no longer to run."""
+    ) -> bool:
+        """Whether the job is to run on."""
         said = {"step": at.step, "total_steps": plan.steps, **measured}
         event = _event(job, _told(said), said)
         if left is None:
-            kept = await self._change(job.id, {RUNNING}, event, at=asdict(at), last=dict(measured))
-            if kept is None:
-                raise Stopped
-            return
+            return await self._change(job.id, {RUNNING}, event, at=asdict(at), last=dict(measured)) is not None
         last = left.state is not None
         name = job.about["name"] + ("" if last else f":ckpt-step-{left.step}")
         tuned = {"job": job.id, "adapter": left.adapter, "state": left.state}
@@ -416,8 +418,7 @@ class Jobs:
             records.append(_event(job, "The job has successfully completed"))
             changes |= {"status": SUCCEEDED, "fine_tuned_model": name, "finished": time.time()}
             changes["result_files"] = [results.id]
-        if await self._change(job.id, {RUNNING}, *records, **changes) is None:
-            raise Stopped
+        return await self._change(job.id, {RUNNING}, *records, **changes) is not None
 
     def _results(self, job: Record, last: Record) -> Record:
         """The metrics of all steps as CSV, a file of the key."""

@@ -14,23 +14,14 @@ from typing import Any
 import httpx
 from fastapi.responses import Response, StreamingResponse
 
-from trainer.api.errors import BadRequest, Unavailable
+from trainer.api.errors import ApiError
 from trainer.api.finetuning.jobs import TUNED, Jobs
 from trainer.api.journal import Record
 from trainer.api.sampling import WAIT_S, Client, Gateway, Snapshots
 from trainer.api.service import Service
-from trainer.errors import RolloutError
 
 _MISPLACED = (404, 409)  # the server has that name no more, or not in that version
 _PASSED_ON = ("content-type", "retry-after")
-
-
-class _Misplaced(RolloutError):
-    """Tells the snapshots that what they have placed is to be published again."""
-
-    def __init__(self, answer: Response) -> None:
-        self.answer = answer
-        super().__init__("the server has that name no more", status=answer.status_code)
 
 
 class Models:
@@ -46,21 +37,16 @@ class Models:
         return [self._base(), *(_described(record) for record in trained)]
 
     def find(self, client: Client, name: str) -> dict[str, Any]:
-        """Raises NotFound."""
+        """Raises ApiError (404)."""
         return self._base() if name == self._service.config.name else _described(self._jobs.tuned(client, name))
 
     async def answer(self, client: Client, route: str, body: dict[str, Any]) -> Response:
-        """To `chat/completions` or `completions`. Raises BadRequest, NotFound, Gone, Unavailable."""
-        try:
-            return await self._answer(client, route, body)
-        except _Misplaced as error:
-            return error.answer
-
-    async def _answer(self, client: Client, route: str, body: dict[str, Any]) -> Response:
+        """To `chat/completions` or `completions`. Raises ApiError (400, 404, 410, 503)."""
         name = body.get("model")
         if not isinstance(name, str):
-            raise BadRequest("model is missing: name one of /v1/models", param="model")
+            raise ApiError(400, "model is missing: name one of /v1/models", param="model")
         async with AsyncExitStack() as stack:
+            part = None
             if name == self._service.config.name:
                 asked = body | {"model": self._service.config.publish.model}
             else:
@@ -75,10 +61,9 @@ class Models:
                 held = stack.pop_all()
                 return StreamingResponse(_events(answer, name, held), answer.status_code, headers)
             content = _named(await _read(answer), name)
-            said = Response(content, answer.status_code, headers)
-            if answer.status_code in _MISPLACED:
-                raise _Misplaced(said)
-            return said
+            if part is not None and answer.status_code in _MISPLACED:
+                part.snapshot = None  # to be published again
+            return Response(content, answer.status_code, headers)
 
     def _base(self) -> dict[str, Any]:
         longest = self._service.tenants.shape.max_positions
@@ -95,7 +80,7 @@ async def _read(answer: httpx.Response) -> bytes:
     try:
         return await answer.aread()
     except httpx.HTTPError as error:
-        raise Unavailable(f"the gateway broke the answer off ({error or type(error).__name__}): ask again") from None
+        raise ApiError(503, f"the gateway broke the answer off ({error or type(error).__name__}): ask again") from None
 
 
 async def _events(answer: httpx.Response, name: str, held: AsyncExitStack) -> AsyncIterator[bytes]:

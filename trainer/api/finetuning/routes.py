@@ -14,7 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from trainer.api.app import body_of, content_of, door_of
-from trainer.api.errors import BadRequest, NotFound
+from trainer.api.errors import ApiError
 from trainer.api.finetuning import files, jobs
 from trainer.api.finetuning.files import FILE, UPLOADED
 from trainer.api.finetuning.jobs import CHECKPOINT, EVENT, JOB, CreateJob, Jobs
@@ -43,7 +43,7 @@ def add(app: FastAPI, desk: Desk) -> None:
 
 
 async def _asked(request: Request) -> tuple[Desk, Client]:
-    """Raises Unauthorized, Unavailable."""
+    """Raises ApiError (401, 503)."""
     desk: Desk = request.app.state.desk
     return desk, await door_of(request).client(request)
 
@@ -65,7 +65,7 @@ async def list_files(
 ) -> dict[str, Any]:
     desk, client = await _asked(request)
     if order not in ("asc", "desc"):
-        raise BadRequest(f"order is {order!r}: use asc or desc", param="order")
+        raise ApiError(400, f"order is {order!r}: use asc or desc", param="order")
     if after:
         desk.jobs.files.find(client.owner, after, "after")
     wanted: Callable[[Record], bool] = lambda file: purpose in (None, file.about["purpose"])  # noqa: E731
@@ -181,14 +181,14 @@ async def _answer(request: Request, route: str) -> Response:
     try:
         body = orjson.loads(await content_of(request))
     except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
+        raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise BadRequest("the body is no object: name a model in it")
+        raise ApiError(400, "the body is no object: name a model in it")
     return await desk.models.answer(client, route, body)
 
 
 async def _upload(request: Request) -> tuple[str, str, UploadFile]:
-    """The file's name, the purpose and the file, which is on disk where it is large. Raises BadRequest."""
+    """The file's name, the purpose and the file, which is on disk where it is large. Raises ApiError (400)."""
     most = door_of(request).service.config.limits.file_mb << 20
 
     async def bounded() -> AsyncGenerator[bytes, None]:
@@ -196,21 +196,23 @@ async def _upload(request: Request) -> tuple[str, str, UploadFile]:
         async for part in request.stream():
             if (size := size + len(part)) > most + OVERHEAD:
                 advice = "send fewer examples, or have limits.file_mb raised"
-                raise BadRequest(f"the file has more than {most >> 20} MB: {advice}", "too_large", "file")
+                raise ApiError(400, f"the file has more than {most >> 20} MB: {advice}", "too_large", "file")
             yield part
 
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise BadRequest("the body is no form: send multipart/form-data with a purpose and a file")
+        raise ApiError(400, "the body is no form: send multipart/form-data with a purpose and a file")
     try:
         form = await MultiPartParser(request.headers, bounded(), max_files=1, max_fields=10).parse()
     except (MultiPartException, KeyError) as error:
-        raise BadRequest(f"the form cannot be read ({error}): send a purpose and one file") from None
+        raise ApiError(400, f"the form cannot be read ({error}): send a purpose and one file") from None
     upload, purpose = form.get("file"), form.get("purpose")
     if not isinstance(upload, UploadFile):
-        raise BadRequest("there is no file in the form: send one", param="file")
+        raise ApiError(400, "there is no file in the form: send one", param="file")
     for name in form:
         if name not in ("file", "purpose"):
-            raise BadRequest(f"{name} is not kept here: leave it out, and delete files that are done with", param=name)
+            raise ApiError(
+                400, f"{name} is not kept here: leave it out, and delete files that are done with", param=name
+            )
     return upload.filename or "upload.jsonl", str(purpose or ""), upload
 
 
@@ -229,7 +231,7 @@ async def _below(
     desk, client = await _asked(request)
     job = desk.jobs.find(client, job_id)
     if after and ((found := desk.jobs.journal.get(kind, after)) is None or found.parent != job.id):
-        raise NotFound(f"the job has no {after!r}: give the last id of the page before", param="after")
+        raise ApiError(404, f"the job has no {after!r}: give the last id of the page before", param="after")
     return await _page(desk, describe, kind, lambda _: True, limit, after=after, asc=False, parent=job.id)
 
 

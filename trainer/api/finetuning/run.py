@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.algorithms.base import REFERENCE_LOGPROBS
 from trainer.algorithms.offline import Dpo, Sft
 from trainer.api import wire
-from trainer.api.errors import Gone, TooMany
+from trainer.api.errors import ApiError
 from trainer.api.finetuning.examples import Lines, Reader
 from trainer.api.finetuning.steps import Plan, derivatives
 from trainer.api.journal import Answer, Record
@@ -38,14 +38,6 @@ POLICY, REFERENCE = 0, 1  # the numbers of the training clients in the job's ses
 CLIP_NORM: Final = 1.0
 ATTEMPTS, DELAY_S = 20, 3.0  # for an adapter to be published, while the serving side is away
 BUSY_S: Final = 1.0
-
-
-class Stopped(Exception):
-    """The job is no longer to run."""
-
-
-class RunFailed(TrainerError):
-    """A request of the job was refused; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +61,12 @@ class Checkpoint:
     metrics: Mapping[str, float]
 
 
-Report = Callable[[At, Mapping[str, Any], Checkpoint | None], Awaitable[None]]
+Report = Callable[[At, Mapping[str, Any], Checkpoint | None], Awaitable[bool]]
 
 
 class Run:
-    """`report` is told how far the job is, what was measured on the way there, and what an epoch has left; it raises
-    Stopped when the job is to go no further."""
+    """`report` is told how far the job is, what was measured on the way there, and what an epoch has left; it says
+    whether the job is to go on."""
 
     def __init__(self, service: Service, job: Record, plan: Plan, reader: Reader, files: tuple[Lines, Lines | None]):
         self._service, self._job, self._plan, self._reader = service, job, plan, reader
@@ -88,22 +80,24 @@ class Run:
         self._algorithm: Sft | Dpo = Sft(SftConfig()) if beta is None else Dpo(DpoConfig(beta=beta))
 
     async def go(self, report: Report) -> None:
-        """Returns when all steps are done. Raises RunFailed, Stopped."""
+        """Returns when all steps are done, or `report` ended it. Raises TrainerError when a request is refused."""
         for number in (POLICY, REFERENCE) if self._algorithm.needs else (POLICY,):
             await self._create(number)
         while self._at.step < self._plan.steps or self._at.epochs < self._plan.epochs:
             if self._at.step == (self._at.epochs + 1) * self._plan.steps_per_epoch:
                 checkpoint = await self._epoch_end()
-                await self._reached(report, checkpoint.metrics, checkpoint, epochs=self._at.epochs + 1)
+                goes_on = await self._reached(report, checkpoint.metrics, checkpoint, epochs=self._at.epochs + 1)
             else:
                 self._last, tokens = await self._step()
                 more = {"step": self._at.step + 1, "tokens": self._at.tokens + tokens}
-                await self._reached(report, self._last, None, **more)
+                goes_on = await self._reached(report, self._last, None, **more)
+            if not goes_on:
+                return
 
-    async def _reached(self, report: Report, measured: Mapping[str, Any], left: Checkpoint | None, **at: int) -> None:
+    async def _reached(self, report: Report, measured: Mapping[str, Any], left: Checkpoint | None, **at: int) -> bool:
         now = {"step": self._at.step, "epochs": self._at.epochs, "tokens": self._at.tokens} | at
         self._at = At(**now, seqs=(self._seqs[POLICY], self._seqs[REFERENCE]))
-        await report(self._at, measured, left)
+        return await report(self._at, measured, left)
 
     async def _create(self, number: int) -> None:
         about, session = self._job.about, self._job.id
@@ -140,7 +134,9 @@ class Run:
             _, said = await self._batch(POLICY, sequences, weights_BT, forward=False)
             step = wire.OptimStep(model_id=self._model(POLICY), seq_id=self._next(POLICY), adam_params=adam)
             await self._answer(lambda: self._service.numbered(self._client, STEP, step))
-        except Gone:  # the server was away for a day between the step and this job's word of it
+        except ApiError as error:
+            if error.status != 410:  # the server was away for a day between the step and this job's word of it
+                raise
             passes = 3 if self._algorithm.needs else 2
             self._seqs = [before[POLICY] + passes, before[REFERENCE] + passes - 2]
             return {}, tokens
@@ -174,7 +170,7 @@ class Run:
         return Checkpoint(step, await self._published(step), state, metrics)
 
     async def _published(self, step: int) -> str:
-        """The path of the adapter as it is, which has been a part of a version. Raises RunFailed."""
+        """The path of the adapter as it is, which has been a part of a version. Raises TrainerError."""
         attempt = 0
         while True:
             body = wire.SaveForSampler(model_id=self._model(POLICY), seq_id=self._next(POLICY), path=f"step-{step}")
@@ -182,13 +178,11 @@ class Run:
             async def send(body: wire.SaveForSampler = body) -> tuple[str, int]:
                 return await self._service.numbered(self._client, SAVE_FOR_SAMPLER, body)
 
-            try:
-                return str(json.loads((await self._answer(send)).content)["path"])
-            except RunFailed:
-                attempt += 1
-                if attempt == ATTEMPTS:
-                    raise
-                await asyncio.sleep(DELAY_S)
+            attempt += 1
+            answer = await self._answer(send, may_fail=attempt < ATTEMPTS)
+            if not answer.failed:
+                return str(json.loads(answer.content)["path"])
+            await asyncio.sleep(DELAY_S)
 
     async def _validated(self, lines: Lines) -> dict[str, float]:
         """Means over all examples' tokens, or over their pairs."""
@@ -228,18 +222,20 @@ class Run:
         answer = await self._answer(lambda: self._service.batch(self._client, body))
         return wire.read_output(answer.content)
 
-    async def _answer(self, send: Callable[[], Awaitable[tuple[str, int]]]) -> Answer:
-        """Raises RunFailed, Gone."""
+    async def _answer(self, send: Callable[[], Awaitable[tuple[str, int]]], *, may_fail: bool = False) -> Answer:
+        """Raises TrainerError for one that failed, unless it may; ApiError (410)."""
         while True:
             try:
                 model, seq = await send()
                 break
-            except TooMany:  # the key's other clients have sent as many as it may: they are answered in time
-                await asyncio.sleep(BUSY_S)
+            except ApiError as error:
+                if error.status != 429:
+                    raise
+                await asyncio.sleep(BUSY_S)  # the key's other clients have sent as many as it may, and are answered
         while (answer := await self._service.result(self._client, model, seq)) is None:
             pass
-        if answer.failed:
-            raise RunFailed(json.loads(answer.content)["error"])
+        if answer.failed and not may_fail:
+            raise TrainerError(json.loads(answer.content)["error"])
         return answer
 
     def _next(self, number: int) -> int:

@@ -15,11 +15,12 @@ from tests.trainer.api.finetuning.client import preferences, sums
 from tests.trainer.data.writing import LLAMA, byte_tokenizer, published
 from trainer.algorithms.base import REFERENCE_LOGPROBS
 from trainer.algorithms.offline import Dpo, Sft
-from trainer.api.errors import BadRequest
-from trainer.api.finetuning.examples import BadLine, Lines, Reader, check_file, method_of
+from trainer.api.errors import ApiError
+from trainer.api.finetuning.examples import Lines, Reader, check_file, method_of
 from trainer.api.finetuning.steps import Plan, derivatives
 from trainer.batch import MASK, Sequence, collate
 from trainer.config import DpoConfig, SftConfig
+from trainer.data.parse import BadRecord
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 from trainer.tiny_model import write_tiny_model
@@ -124,7 +125,7 @@ def test_a_line_of_which_the_template_leaves_something_out_is_a_bad_one(tmp_path
             "leaves out the tools",
         ),
     ):
-        with pytest.raises(BadLine, match=complaint):
+        with pytest.raises(BadRecord, match=complaint):
             reader.sequences(value)
 
 
@@ -148,7 +149,7 @@ def test_the_prompt_is_what_transformers_writes(directory: Path, turns: Reader) 
 def test_a_line_is_as_long_as_the_model_takes(reader: Reader) -> None:
     fits = chat(says("user", "1" * 10), says("assistant", "2"))
     assert reader.sequences(fits)[0].length == 12
-    with pytest.raises(BadLine, match="13 tokens, and the model takes 12: shorten it"):
+    with pytest.raises(BadRecord, match="13 tokens, and the model takes 12: shorten it"):
         reader.sequences(chat(says("user", "1" * 11), says("assistant", "2")))
 
 
@@ -193,7 +194,7 @@ BROKEN_CALL = {"function": {"name": "f", "arguments": "{"}}
     ],
 )
 def test_a_bad_line_is_told_what_to_do(value: Any, advice: str) -> None:
-    with pytest.raises(BadLine) as raised:
+    with pytest.raises(BadRecord) as raised:
         method_of(value)
     assert advice in str(raised.value)
 
@@ -204,24 +205,28 @@ def write(path: Path, lines: list[Any]) -> Path:
     return path
 
 
+def refuses(match: str | None = None) -> pytest.RaisesExc[ApiError]:
+    return pytest.raises(ApiError, match=match, check=lambda error: error.status == 400)
+
+
 def test_a_file_names_its_bad_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "f", [sums(1)[0], "{", "", chat(says("user", "1"))])
-    with pytest.raises(BadRequest) as raised:
+    with refuses() as raised:
         check_file(path)
     said = str(raised.value)
     assert said.startswith("2 lines of the file cannot be used. Line 2: it is not JSON")
     assert "Line 4: it has no assistant's message" in said
     assert (raised.value.code, raised.value.param) == ("invalid_file", "file")
-    with pytest.raises(BadRequest, match=r"^25 lines .* Line 20: .* \.\.\. and 5 more\.$"):
+    with refuses(match=r"^25 lines .* Line 20: .* \.\.\. and 5 more\.$"):
         check_file(write(tmp_path / "g", ["{"] * 25))
 
 
 def test_a_file_is_for_one_method(tmp_path: Path) -> None:
     assert check_file(write(tmp_path / "f", sums())) == "supervised"
     assert check_file(write(tmp_path / "f", preferences())) == "dpo"
-    with pytest.raises(BadRequest, match="line 1 is for supervised, line 2 is for dpo: part them"):
+    with refuses(match="line 1 is for supervised, line 2 is for dpo: part them"):
         check_file(write(tmp_path / "f", [sums()[0], preferences()[0]]))
-    with pytest.raises(BadRequest, match="the file is empty"):
+    with refuses(match="the file is empty"):
         check_file(write(tmp_path / "f", ["", " "]))
 
 
