@@ -111,7 +111,7 @@ class Serving:
 @contextlib.contextmanager
 def serving(checkout: Checkout, state: Path, model: Path, name: str, arguments: Sequence[str]) -> Iterator[Serving]:
     """A server with one instance that serves. `state` is emptied first; `arguments` are further options of `up`. Raises
-    ProcessFailed."""
+    CliError."""
     shutil.rmtree(state, ignore_errors=True)
     state.mkdir(parents=True)
     options = ["--model", str(model), "--name", name, "--port", str(free_port()), "--state-dir", str(state)]

@@ -45,7 +45,7 @@ def run(
 ) -> dict[str, Ratio]:
     """Measures both checkouts, prints a table, and writes `json` if it is given; by the name of the figure.
 
-    Raises CliError, ProcessFailed.
+    Raises CliError.
     """
     work = Path("runs") / ("bench-small" if small else "bench")
     models = bench_checkpoints(work, kind, small=small)

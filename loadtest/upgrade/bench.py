@@ -52,7 +52,7 @@ class Pod:
     def wait_ready(self) -> float:
         """Return when its probe has said yes for as long as its workload asks for; the seconds until it first did.
 
-        Raises ProcessFailed when it ended, or is not ready in time.
+        Raises CliError when it ended, or is not ready in time.
         """
         started = time.monotonic()
         while not self._ready(self.port):
@@ -64,7 +64,7 @@ class Pod:
         return seconds
 
     def end(self) -> float:
-        """SIGTERM; the seconds until it ended. Raises ProcessFailed if it had to be killed after its grace period."""
+        """SIGTERM; the seconds until it ended. Raises CliError if it had to be killed after its grace period."""
         started = time.monotonic()
         self._child.stop(GRACE_S[self.kind])
         seconds = time.monotonic() - started

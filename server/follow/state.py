@@ -82,7 +82,7 @@ class FollowState(Record):
 
 
 class StateFile:
-    """The file of one follower, held against a second one. Raises StateTaken, CliError."""
+    """The file of one follower, held against a second one. Raises CliError."""
 
     def __init__(self, directory: Path, source: str) -> None:
         self._path = directory / "state.json"

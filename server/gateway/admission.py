@@ -256,7 +256,8 @@ class Admission:
         return request
 
     def _kv_line(self, head: RequestHead, fields: Fields, principal: Principal, asked: Kv | None) -> bytes:
-        """Whose KV cache the prompt may reuse, for the instance. `asked`: by the request itself. Raises BadRequest."""
+        """Whose KV cache the prompt may reuse, for the instance. `asked`: by the request itself. Raises HttpError
+        (400)."""
         settings = self._config.kv
         session = b""
         if (asked or settings.mode) == "session":
@@ -266,7 +267,7 @@ class Admission:
                 if asked is None:
                     return b""
                 message = "kv session needs the name of a session: send x-session-id, or prompt_cache_key in the body."
-                raise BadRequest(message, code="session_needed", param="kv")
+                raise HttpError(400, message, code="session_needed", param="kv")
             session = self._scopes.session(principal, head.session)
         return b"x-hotswap-kv: %b %d %.3f\r\n" % (session or b"-", settings.versions, settings.age_s)
 

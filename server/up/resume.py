@@ -98,7 +98,7 @@ async def begin(url: str, wanted: Sequence[Wanted], remember: Callable[[str], No
 
     `remember` is told the id of the store of a state directory; None: it is an etcd, which others use too.
 
-    Raises StoreError, ArenaError, PersistError, OtherCheckpoint, CliError.
+    Raises StoreError, ArenaError, PersistError, CliError.
     """
     store = open_store(url)
     try:
@@ -239,7 +239,7 @@ class _Beginning:
     # what the command line means here
 
     async def judge(self, wanted: set[str]) -> str:
-        """The digest of the checkpoint. `wanted`: the models that are asked for. Raises OtherCheckpoint if what is
+        """The digest of the checkpoint. `wanted`: the models that are asked for. Raises CliError if what is
         served began with another one."""
         active = await self._active()
         digest = glance(self.wanted.checkpoint)
@@ -317,7 +317,7 @@ class _Beginning:
         return list(dict.fromkeys(place for place in named if place is not None))
 
     def _require_copies(self, version: int) -> None:
-        """Raises StateLost when a version is on a disk that is not there now: it is not lost."""
+        """Raises CliError when a version is on a disk that is not there now: it is not lost."""
         if self.copies is None or version not in self.copies.versions or self.wanted.copies is None:
             return
         if owner(Path(self.copies.directory)) != self._name:

@@ -201,7 +201,7 @@ class Server:
 
     def wait_ready(self, timeout_s: float | None = None, say: Callable[[str], None] = lambda _: None) -> None:
         """Block until every instance serves; `say` gets a line for each phase or error of one, with the seconds so far.
-        Raises ProcessFailed, with reasons.
+        Raises CliError, with reasons.
 
         `timeout_s`: another one than that of the configuration.
         """
@@ -519,7 +519,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Raises PortTaken."""
+    """Raises CliError."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:

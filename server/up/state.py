@@ -67,7 +67,7 @@ class StateDir:
         return True
 
     def claim(self) -> None:
-        """Be the one who uses it, for as long as this process lives. Raises StateTaken, CliError."""
+        """Be the one who uses it, for as long as this process lives. Raises CliError."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -102,7 +102,7 @@ class StateDir:
         return self._children
 
     def end_leftovers(self, leaves_s: float, trainer_leaves_s: float, say: Callable[[str], None]) -> None:
-        """Return when no process of an `up` that was killed is left. Raises StateTaken.
+        """Return when no process of an `up` that was killed is left. Raises CliError.
 
         The kernel has told them to end. Each gets the time that it would have had if `up` had been stopped.
         """
@@ -134,12 +134,12 @@ class StateDir:
 
     @property
     def store_id(self) -> str:
-        """Of the store that belongs here; "" when there was none yet. Raises StateLost."""
+        """Of the store that belongs here; "" when there was none yet. Raises CliError."""
         known = self._known()
         return known.store_id if known is not None else ""
 
     def require_store(self) -> str | None:
-        """The id of the store that belongs here; None when there was none yet. Raises StateLost.
+        """The id of the store that belongs here; None when there was none yet. Raises CliError.
 
         A store that is gone is not made anew by itself: with it would go its keys, and with them that any is asked for.
         """
@@ -183,7 +183,7 @@ class StateDir:
         (self.path / "state.json").unlink(missing_ok=True)
 
     def _known(self) -> _Known | None:
-        """Raises StateLost."""
+        """Raises CliError."""
         try:
             return _Known(**json.loads((self.path / "state.json").read_text()))
         except FileNotFoundError:

@@ -6,7 +6,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── CheckpointError       a checkpoint directory cannot be read
 │   ├── DeltaError            not a delta, or a damaged one, or its base is not here
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
-│   ├── UnknownModel          nobody serves the model, and others are served
+│   ├── UnknownModel          no instance serves the model, and others are served
 │   └── SwapError             a version was not made active
 ├── StoreError
 │   ├── StoreUnavailable      the store is absent, unwritable, corrupt, locked too long, unreachable or another one

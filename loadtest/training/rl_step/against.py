@@ -36,7 +36,7 @@ def run(
 ) -> dict[str, Ratio]:
     """Measures both checkouts, prints a table, and writes `json` if it is given; by the name of the figure.
 
-    `steps` counts those of a run that are measured. Raises CliError, ProcessFailed.
+    `steps` counts those of a run that are measured. Raises CliError.
     """
     prepare_environment()
     task, work = SMALL if small else Task(), Path("runs") / ("rl-step-small" if small else "rl-step")

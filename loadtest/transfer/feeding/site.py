@@ -124,7 +124,7 @@ def started(stack: contextlib.ExitStack, child: Child) -> Child:
 
 
 def wait(holds: Callable[[], bool], child: Child, timeout_s: float = START_S, every_s: float = 0.05) -> None:
-    """Until it holds. Raises ProcessFailed when `child` ends before, or the time is up."""
+    """Until it holds. Raises CliError when `child` ends before, or the time is up."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if not child.alive or time.monotonic() > deadline:

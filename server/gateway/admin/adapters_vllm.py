@@ -179,17 +179,18 @@ async def server_info(
     model: ModelDep, config_format: Annotated[Literal["text", "json"], Query()] = "text"
 ) -> dict[str, Any]:
     """The served model in SGLang's words, and in `vllm_config` the settings that all its instances have: a text, or an
-    object with `config_format=json`. Raises Unavailable when none tells them, Conflict when they differ."""
+    object with `config_format=json`. Raises HttpError: 503 when none tells them, 409 when they differ."""
     about = await model_info(model)
     del about["is_generation"]  # which SGLang tells on /model_info alone
     serving = list(model.fleet.serving)
     found = zip(serving, await asyncio.gather(*map(_settings, serving)), strict=True)
     told = {instance.id: settings for instance, settings in found if settings is not None}
     if not told:
-        raise Unavailable("No instance tells its settings; try again.", code="not_answering")
+        raise HttpError(503, "No instance tells its settings; try again.", code="not_answering")
     config, *others = told.values()
     if any(other != config for other in others):
-        raise Conflict(
+        raise HttpError(
+            409,
             f"The instances of {model.name} have different settings; start all with the same options of vLLM.",
             code="instances_differ",
             details={"instances": told},
