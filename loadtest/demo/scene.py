@@ -113,7 +113,8 @@ class Swap:
 
 
 class SwapStats:
-    """Every swap of the run, in order."""
+    """Every swap of the run, in order. The first commit is the start of the server, which no client sees: its times
+    are in no figure."""
 
     def __init__(self) -> None:
         self.done: list[Swap] = []
@@ -125,11 +126,14 @@ class SwapStats:
 
     def median(self, name: str) -> float:
         """Median of `stage_ms` or `commit_ms`; NaN before the first swap."""
-        values = sorted(getattr(swap, name) for swap in self.done)
+        values = sorted(self._times(name))
         return float(values[len(values) // 2]) if values else math.nan
 
     def longest(self, name: str) -> float:
-        return max((float(getattr(swap, name)) for swap in self.done), default=math.nan)
+        return max(self._times(name), default=math.nan)
+
+    def _times(self, name: str) -> list[float]:
+        return [float(getattr(swap, name)) for swap in self.done if swap.epoch > 1]
 
 
 class Scene:

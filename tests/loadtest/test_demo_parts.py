@@ -118,7 +118,11 @@ def test_gaps_are_summed_up() -> None:
         stats.gap(seconds)
     assert stats.gap_ms(0.5) == pytest.approx(2.0)
     assert stats.longest[0] == pytest.approx(3.0)
-    assert math.isnan(Scene().swaps.median("stage_ms"))
+    swaps = Scene().swaps
+    swaps.done.append(Swap(version=1, epoch=1, stage_ms=9000.0, commit_ms=9.0))  # the start of the server
+    assert math.isnan(swaps.median("stage_ms"))
+    swaps.done.append(Swap(version=2, epoch=2, stage_ms=12.0, commit_ms=0.05))
+    assert (swaps.longest("stage_ms"), swaps.median("commit_ms")) == (12.0, 0.05)
 
 
 def test_a_scene_of_which_nothing_is_known_can_be_shown() -> None:
