@@ -57,6 +57,7 @@ _ELSEWHERE: Final = {
     "/redoc": "GET /openapi.json has the document that such a page shows.",
     "/invocations": "POST the same body to the route of its kind, such as /v1/chat/completions.",
 }
+_JOBS: Final = re.compile(r"/v1/(fine_tuning|files|uploads)(/.*)?")
 GENERATE: Final = _EXACT[b"/generate"][0]
 CLASSIFY: Final = _EXACT[b"/classify"][0]
 COMPLETIONS: Final = _EXACT[b"/v1/completions"][0]
@@ -106,7 +107,9 @@ def without_slash(url: bytes) -> bytes:
 def elsewhere(path: str, *, admin_port: bool) -> str:
     """The message for a path that has no route."""
     hint = _ELSEWHERE.get(path)
-    if hint is None:
+    if hint is None and _JOBS.fullmatch(path) is not None:
+        hint = "`hotswap train-server` answers it, on a port of its own: send files and fine-tuning jobs there."
+    elif hint is None:
         hint = "GET /openapi.json names the routes of this port."
         hint = hint if admin_port else f"{hint} Routes that control the server are on the admin port."
     return f"There is no public route at {path}. {hint}" if not admin_port else f"There is no route at {path}. {hint}"

@@ -128,6 +128,7 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     from .engine import build_vllm_app
     from .generate import router
     from .middleware import ProvenanceMiddleware
+    from .openapi import add_missing
     from .openapi import router as openapi_router
     from .prefixes import Holdings
     from .prefixes import router as prefixes_router
@@ -141,6 +142,7 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     if engine.follows_prefixes:
         app.state.hotswap_prefixes = Holdings(engine.prefixes)
         app.include_router(prefixes_router)
+    add_missing(app)
     # A parser of reasoning or tool calls has a state that depends on how its text was cut into deltas.
     chat = getattr(app.state, "openai_serving_chat", None)  # a model that only pools has none
     parsed = getattr(chat, "parser_cls", None) is not None

@@ -22,6 +22,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 from server import api
 
 from .generate import GenerateRequest
+from .inflight import Problem
+from .provenance import problem_body
 
 PROTOCOL = "vllm.entrypoints."
 ANSWERS = {route.at_instance: route.answer for route in api.ROUTES if route.answer is not None}
@@ -114,6 +116,25 @@ async def config(request: Request) -> Response:
     return Response(orjson.dumps(told, default=str), media_type="application/json")
 
 
+def add_missing(app: FastAPI) -> None:
+    """Answer the routes of the gateway that vLLM leaves out for this model, or that it was not told to have."""
+    there = {(method, route.path) for route in app.routes if isinstance(route, APIRoute) for method in route.methods}
+    for route in api.ROUTES:
+        if (route.method, route.at_instance) not in there:
+            app.add_api_route(route.at_instance, _not_served, methods=[route.method], include_in_schema=False)
+
+
+async def _not_served(request: Request) -> Response:
+    path = request.url.path
+    problem = Problem(
+        f"The served model does not answer {path}, which vLLM has for other models or with another option: choose "
+        "another route, or serve another model.",
+        status=404,
+        code="route_not_served",
+    )
+    return Response(orjson.dumps(problem_body(problem, path)), status_code=404, media_type="application/json")
+
+
 @lru_cache(maxsize=1)
 def _document_bytes(app: FastAPI) -> bytes:
     return orjson.dumps(document(app))
@@ -125,6 +146,7 @@ def document(app: FastAPI) -> dict[str, Any]:
     Not FastAPI's own: that builds validators of every answer anew, which takes seconds.
     """
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path in ANSWERS]
+    routes = [route for route in routes if route.endpoint is not _not_served]
     asked = {route.path: _request_type(route) for route in routes} | {"/generate": GenerateRequest}
     answered = {route.path: _answer_type(route.path) for route in routes} | {"/generate": GenerateResponse}
     schemas, definitions = _schemas(asked, answered)

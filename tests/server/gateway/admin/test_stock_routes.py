@@ -87,7 +87,13 @@ async def test_routes_between_machines_need_the_admin_port_and_its_key(gateway: 
 
 @pytest.mark.parametrize(
     ("path", "where"),
-    [("/docs", "/openapi.json"), ("/invocations", "/v1/chat/completions"), ("/pause", "admin port")],
+    [
+        ("/docs", "/openapi.json"),
+        ("/invocations", "/v1/chat/completions"),
+        ("/pause", "admin port"),
+        ("/v1/fine_tuning/jobs", "train-server"),
+        ("/v1/files", "train-server"),
+    ],
 )
 async def test_what_is_not_served_says_where_to_ask(gateway: RunningGateway, path: str, where: str) -> None:
     answer = await gateway.ask(post(path))

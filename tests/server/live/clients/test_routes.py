@@ -67,4 +67,6 @@ def test_given_tokens_are_scored(live: LiveServer) -> None:
     answer = live.client.post("/generative_scoring", json=body)
     assert answer.status_code == 200, answer.text
     assert live.client.get("/version").json()["version"]
-    assert live.client.get("/tokenizer_info").status_code == 404  # vLLM was not told to
+    for method, path in (("GET", "/tokenizer_info"), ("POST", "/v1/embeddings"), ("POST", "/classify")):
+        refused = live.client.request(method, path, json={"model": live.name, "input": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "route_not_served"), path
