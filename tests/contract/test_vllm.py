@@ -186,6 +186,17 @@ def test_kv_events(vllm: Sources) -> None:
     has(vllm, "vllm.engine.arg_utils", '"--kv-events-config"')
 
 
+def test_sessions(vllm: Sources) -> None:
+    """A request is looked up in the step that gives it its blocks, by hashes that build on each other."""
+    manager, request = "vllm.v1.core.kv_cache_manager:KVCacheManager", "vllm.v1.request:Request"
+    takes(vllm, f"{manager}.get_computed_blocks", "self, request, ...")
+    has(vllm, f"{manager}.get_computed_blocks", "request.block_hashes", "return self.empty_kv_cache_blocks, 0")
+    has(vllm, "vllm.v1.core.sched.scheduler:Scheduler", "self.kv_cache_manager.get_computed_blocks(")
+    has(vllm, f"{request}.update_block_hashes", "self.block_hashes.extend(self._block_hasher(self))")
+    hasher = "vllm.v1.core.kv_cache_utils:get_request_block_hasher"
+    has(vllm, hasher, "len(request.block_hashes) * ", "request.block_hashes[-1] if request.block_hashes else None")
+
+
 def test_encoded_images(vllm: Sources) -> None:
     scheduler, managers = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.v1.core.encoder_cache_manager"
     has(vllm, f"{scheduler}.__init__", "self.encoder_cache_manager = ")

@@ -303,3 +303,18 @@ def test_a_hit_is_what_it_is_said_to_be(seed: int) -> None:
                 withdrawn = chance.random() < 0.2
                 engine.commit(name, str(version), withdrawn=withdrawn, rescaled=chance.random() < 0.05)
     assert hits, "sessions found what other weights had computed"
+
+
+@pytest.mark.parametrize("session", [None, "s"])
+def test_the_bound_that_a_release_sets_to_a_hit_is_handed_on(session: str | None) -> None:
+    """vLLM 0.32 sets none, and 0.33 one."""
+    engine, bounds = Engine(), list[Any]()
+    one = engine.ask([1, 2, 3], session)
+
+    def lookup(manager: Any, request: Any, *bound: int) -> tuple[None, int, int]:
+        bounds.append(bound)
+        return None, 0, 0
+
+    for bound in ((), (7,)):
+        sessions.placed(lookup)(engine.manager, one, *bound)
+    assert set(bounds) == {(), (7,)}
