@@ -59,7 +59,6 @@ COPY client /src/client
 COPY server /src/server
 COPY trainer /src/trainer
 COPY weightsync /src/weightsync
-COPY loadtest /src/loadtest
 RUN PYTHONPATH=/opt/mypy python -m server.gateway.compiled \
  && pip install --no-deps --no-build-isolation /src/client /src
 

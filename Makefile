@@ -93,7 +93,7 @@ docs: $(VENV)/.run $(DOCS)/.done ## The documentation as pages, in site/; a brok
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 	@echo "make: read site/index.html" >&2
 
-dist: $(VENV)/.test ## The wheels of hotswap and hotswap-client, in dist/ (IMAGE=NAME: with docker an image, too)
+dist: $(VENV)/.test ## The wheels of hotswap, hotswap-client and hotswap-bench, in dist/ (IMAGE=NAME: with docker an image, too)
 	scripts/wheels.sh $(PY) dist
 	$(if $(IMAGE),docker build --build-arg ACCEL=$(ACCEL) -t "$$IMAGE" .)
 
@@ -103,7 +103,7 @@ tables: $(VENV)/.run ## The tables of the documentation that are made of declara
 setup: $(VENV)/.test $(VENV)/.native ## What the tests need, and the gateway's request path in machine code
 
 # Only what serving and training need.
-$(VENV)/.run: pyproject.toml client/pyproject.toml $(LISTS) scripts/install.sh
+$(VENV)/.run: pyproject.toml client/pyproject.toml loadtest/pyproject.toml $(LISTS) scripts/install.sh
 	PYTHON=$(PYTHON) scripts/install.sh $(VENV) $(LISTS)
 	touch $@
 
@@ -135,4 +135,4 @@ lock: $(VENV)/.run ## Resolve requirements/*.txt from pyproject.toml (UPGRADE=1:
 	UV=$(VENV)/bin/uv scripts/lock.sh
 
 clean: ## Remove what make has made
-	rm -rf $(VENV) $(DOCS) $(EMULATED) .venv-gpu-emulated* runs build client/build dist site *.egg-info server/gateway/_compiled
+	rm -rf $(VENV) $(DOCS) $(EMULATED) .venv-gpu-emulated* runs build client/build loadtest/build dist site *.egg-info server/gateway/_compiled

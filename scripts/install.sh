@@ -49,4 +49,4 @@ if [ -n "$torch" ] && ! "$python" -c "import importlib.metadata as m; assert m.v
 fi
 by_uv -r "$lists/rest" || by_pip -r "$lists/rest"
 [ -z "$built" ] || by_uv --no-build-isolation "$built" || by_pip --no-build-isolation "$built"
-[ ! -e pyproject.toml ] || by_uv -e . -e client || by_pip --no-build-isolation -e . -e client
+[ ! -e pyproject.toml ] || by_uv -e . -e client -e loadtest || by_pip --no-build-isolation -e . -e client -e loadtest

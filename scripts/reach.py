@@ -23,7 +23,15 @@ from server.cli.app import GROUPS, OURS
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("server", "weightsync", "trainer", "loadtest", "tests")
-ALL = ("pyproject.toml", "client/", "Makefile", "requirements/", "tests/tiers.py", "tests/report.py")
+ALL = (
+    "pyproject.toml",
+    "client/",
+    "loadtest/pyproject.toml",
+    "Makefile",
+    "requirements/",
+    "tests/tiers.py",
+    "tests/report.py",
+)
 SECONDS = "tests/seconds.json"  # changes nothing that a test can see
 CLI, UP = "server.cli", "server.up"
 # Entry points of pyproject.toml: vLLM's plug-ins, in an instance; other packages' commands.

@@ -8,7 +8,7 @@ from server.errors import CliError
 
 INSTALL = 'pip install ./client ".[cpu]" (.[cuda] for GPUs) in a checkout of Hotswap; docs/install.md has the traps'
 NO_VISION = "pip uninstall -y torchvision torchaudio torchcodec: they are of another torch, and are not needed"
-OURS = frozenset({"server", "weightsync", "trainer", "loadtest"})
+OURS = frozenset({"server", "weightsync", "trainer"})
 
 
 def told(package: str) -> CliError:

@@ -91,6 +91,12 @@ def test_no_circle_of_imports_and_none_of_packages_that_must_not_know_each_other
         assert not crossings, f"{module} imports {', '.join(sorted(crossings))}"
 
 
+def test_the_product_never_names_its_benchmarks() -> None:
+    """They are another distribution, which a server is without."""
+    product = (path for module, path in _sources(ROOT).items() if not module.startswith("loadtest"))
+    assert not [path for path in product if "loadtest" in path.read_text()]
+
+
 def test_no_circle_of_folders_in_weightsync() -> None:
     graph = {module: targets for module, targets in _graph(ROOT).items() if module.startswith("weightsync")}
     circle = _circle(_folders(graph))

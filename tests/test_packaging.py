@@ -86,7 +86,7 @@ def test_an_image_is_built_from_files_that_are_there_and_not_ignored(accel: str)
     kept = {line[1:] for line in ignored if line.startswith("!")}
     assert set(copied) == kept
     assert all((ROOT / source).exists() for source in copied)
-    assert {p.parent.name for p in ROOT.glob("*/__init__.py")} - {"tests"} <= set(copied)
+    assert {p.parent.name for p in ROOT.glob("*/__init__.py")} - {"tests", "loadtest"} <= set(copied)
 
 
 @pytest.mark.parametrize("accel", ACCELERATORS)
@@ -134,14 +134,16 @@ def test_an_installation_for_gpus_has_at_least_the_torch_that_the_tests_have() -
         assert pins(name)["torch"].startswith(f"{bound}."), "the trainer calls what torch has since then"
 
 
-def test_the_client_is_of_the_same_release_and_asks_for_no_package_of_its_own() -> None:
-    """So the lists, which are made without it, have all that it needs."""
-    files = (ROOT / "pyproject.toml", ROOT / "client" / "pyproject.toml")
-    hotswap, client = (tomllib.loads(file.read_text())["project"] for file in files)
+def test_the_three_distributions_are_of_one_release_and_the_lists_have_all_that_they_need() -> None:
+    files = [ROOT / folder / "pyproject.toml" for folder in ("client", ".", "loadtest")]
+    client, hotswap, bench = (tomllib.loads(file.read_text())["project"] for file in files)
+    assert client["version"] == hotswap["version"] == bench["version"]
     assert f"{client['name']}=={client['version']}" in hotswap["dependencies"]
-    assert client["version"] == hotswap["version"]
+    assert bench["dependencies"] == [f"{hotswap['name']}=={hotswap['version']}"]
     wanted = [*client["dependencies"], *(name for extra in client["optional-dependencies"].values() for name in extra)]
     assert set(wanted) <= set(hotswap["dependencies"])
+    drawn = {name for extra in bench["optional-dependencies"].values() for name in extra}
+    assert drawn <= pins("bench").keys() | pins("extras-cpu").keys()
 
 
 @pytest.fixture

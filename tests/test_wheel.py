@@ -34,7 +34,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     built = tmp_path_factory.mktemp("wheel")
     subprocess.run([ROOT / "scripts/wheels.sh", sys.executable, built], check=True, timeout=300)
     made = {file.name.partition("-")[0]: file for file in built.glob("*.whl")}
-    assert made.keys() == {"hotswap", "hotswap_client"}
+    assert made.keys() == {"hotswap", "hotswap_client", "hotswap_bench"}
     return made
 
 
@@ -58,10 +58,16 @@ def alone(tmp_path: Path) -> dict[str, Any]:
 def test_every_file_is_in_one_of_them(wheels: dict[str, Path]) -> None:
     files = {name: set(zipfile.ZipFile(wheel).namelist()) for name, wheel in wheels.items()}
     tracked = subprocess.check_output(["git", "ls-files", *PACKAGES], cwd=ROOT, text=True).split()
-    assert set(tracked) <= files["hotswap"] | files["hotswap_client"]
-    assert not files["hotswap"] & files["hotswap_client"]
-    packages = {name for name in files["hotswap_client"] if ".dist-info/" not in name}
-    assert packages == {name for name in tracked if name.startswith("weightsync/")}
+    packed = {name: {file for file in found if ".dist-info/" not in file} for name, found in files.items()}
+    assert sorted(set(tracked) - {"loadtest/pyproject.toml"}) == sorted(
+        file for found in packed.values() for file in found
+    )
+    folders = {name: {file.partition("/")[0] for file in found} for name, found in packed.items()}
+    assert folders == {
+        "hotswap": {"server", "trainer"},
+        "hotswap_client": {"weightsync"},
+        "hotswap_bench": {"loadtest"},
+    }
 
 
 PUBLISH = """

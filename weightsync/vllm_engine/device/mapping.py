@@ -1,6 +1,6 @@
 """The device's virtual memory: physical memory in handles, reserved addresses, and what is mapped where.
 
-The driver is behind one small protocol, so that `loadtest/models/mapped_memory.py` can take its place on a CPU.
+The driver is behind one small protocol, so that a model of it can take its place on a CPU.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Staging = Literal["fast", "smooth"]
 
 # Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every piece (1 MB).
 # The work takes 0.16 s of a core for 0.8 GB, the pauses about 0.5 s: staging goes at 1 GB/s beside 16 streams
-# (loadtest/swaps/stall.py, 0.4 B), and at 4 to 5 GB/s with none (loadtest/swaps/staging.py).
+# (`hotswap bench swap`, 0.4 B), and at 4 to 5 GB/s with none.
 YIELD_RATE = 2e9  # bytes per second of pause
 SHORTEST_PAUSE_S = (64 << 10) / YIELD_RATE
 LONGEST_YIELD_S = 0.002
