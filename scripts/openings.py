@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("weightsync", "server", "trainer")
+PACKAGES = ("weightsync", "server", "trainer", "scripts", "examples")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 GENERATED = ("docs/options.md", "docs/reference")
-OPENING = re.compile(r"(?:^|(?<=[.!] ))(?:What|Who|Whoever|Whatever|Nobody|Somebody)\b[^.?]*\.?(?!\?)")
+OPENING = re.compile(r"(?:^|(?<=[.!] ))(?:What|Which|Who|Whoever|Whatever|Nobody|Somebody)\b[^.?]*\.?(?!\?)")
 
 
 def in_source(text: str) -> Iterator[tuple[int, str]]:

@@ -1,12 +1,12 @@
-"""Which files of tests a change reaches: `python -m scripts.reach` (`make quick`).
+"""Files of tests that a change reaches: `python -m scripts.reach` (`make quick`).
 
 The graph has a node for each function, class and constant at the top level of a module, and edges to what they mention:
 names, modules that they import, the programs that they start (`-m server.gateway`; `server.cli` with a command), names
-that a test has patched by a string, fixtures, files that they read. What `hotswap up` starts depends on its options: a
-module of tests that has it start something says what in a constant STARTS, as command lines.
+that a test has patched by a string, fixtures, files that they read. The options of `hotswap up` decide what it starts:
+a module of tests that has it start something says what in a constant STARTS, as command lines.
 
 A change is the names whose meaning differs from the base. Comments mean nothing, nor do docstrings of functions that
-no decorator sees. What all tests run with (ALL) reaches all of them.
+no decorator sees. A file that all tests run with (ALL) reaches all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IMPORTS = "import"  # of a module: what it imports, which is part of its body
 
 @dataclass
 class Name:
-    """What the statements that bind one name of a module mention."""
+    """Mentions in the statements that bind one name of a module."""
 
     mentions: set[str] = field(default_factory=set)  # names, absolute and dotted
     imports: set[str] = field(default_factory=set)  # modules that are imported in it
@@ -150,7 +150,7 @@ class Module:
             self._register(name, decorator)
 
     def _register(self, name: str, decorator: ast.expr) -> None:
-        """What is told to a decorator of ours is used by its owner (`app` of `@app.command()`), or by all importers."""
+        """An argument of a decorator of ours is used by its owner (`app` of `@app.command()`), or by all importers."""
         root = _root(decorator)
         if self._is_own(root):
             self.names[root].mentions.add(f"{self.name}.{name}")
@@ -315,7 +315,7 @@ class Graph:
             out.discard((module.name, name))
 
     def _program(self, text: str, words: set[str]) -> set[Node]:
-        """What `python -m TEXT` runs, with these words among its arguments."""
+        """The nodes that `python -m TEXT` runs, with these words among its arguments."""
         if text != CLI:
             mains = [text, f"{text}.__main__"]
             ours = [name for name in mains if name in self.modules]
@@ -392,7 +392,7 @@ class Graph:
 
 
 def changed_names(path: str, old: str | None, new: str | None) -> set[Node]:
-    """What a change of this file changes; None where there is no such file."""
+    """The names that a change of this file changes; None where there is no such file."""
     if path == SECONDS:
         return set()
     if not is_module(path):

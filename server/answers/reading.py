@@ -25,8 +25,8 @@ Rating = Literal["up", "down", "none"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which answers; None: whatever it is. Times are unix seconds, `key` is a name or an id, and a version counts where
-    it wrote any of the answer. A `rating` is up above a score of one half and down below it."""
+    """A choice of answers; None leaves a field open. Times are unix seconds, `key` is a name or an id, and a version
+    counts where it wrote any of the answer. A `rating` is up above a score of one half and down below it."""
 
     key: str | None = None
     since: float | None = None

@@ -2,8 +2,8 @@
 
 The gateway gets each as the delta or the full version that it is, by the route of a `RemotePublisher`, and publishes it
 under a number of its fleet's. A fleet that has not got the version that a delta builds on, or those that have the other
-parts (adapters, the draft model), gets these first. Which version of the fleet is which of the bucket its records say:
-the name of the upload.
+parts (adapters, the draft model), gets these first. A record of the fleet names the version of
+the bucket that it came from: the name of the upload.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ Kv = Literal["version", "session", "any"]
 
 @dataclass(frozen=True)
 class KvSettings:
-    """Which weights may have computed the KV cache that a prompt is found in, for requests that do not say."""
+    """Weights whose KV cache a prompt may be found in, for requests that do not say."""
 
     mode: Annotated[
         Kv, Option("KV cache that a prompt may reuse: of its version, of any in its session, of any", "--kv", up=True)

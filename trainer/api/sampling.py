@@ -131,7 +131,7 @@ class _Part:
 
 
 class Snapshots:
-    """Which snapshot has which part."""
+    """Parts, by the snapshot that has them."""
 
     def __init__(self, config: ApiConfig, shape: ModelShape) -> None:
         self._config, self._shape = config, shape

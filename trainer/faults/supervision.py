@@ -66,7 +66,7 @@ class Faults:
             self._stopping.close()
 
     def _lost(self) -> str:
-        """Which ranks of this machine have died."""
+        """The ranks of this machine that have died."""
         try:
             beats = [self._board.last_beat(rank) for rank in range(self._world)]
         except (OSError, RuntimeError):

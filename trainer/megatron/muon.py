@@ -62,7 +62,7 @@ class Muon(torch.optim.AdamW):  # type: ignore[misc]
 
     @property
     def matrices(self) -> frozenset[tuple[int, int]]:
-        """Which parameters are parts of matrices, by number of the group and place in it."""
+        """Parameters that are parts of matrices, by number of the group and place in it."""
         return frozenset((m.group, m.order) for m in self._matrices if m.group is not None)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]

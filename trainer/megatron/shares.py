@@ -1,4 +1,4 @@
-"""Which rank trains which rows of a batch that rank 0 holds, and who tells it what became of them.
+"""The rows that each rank trains of a batch that rank 0 holds, and what rank 0 hears of them.
 
 Ranks that are replicas of each other (data parallelism) have one share each; those that cut a model or a sequence have
 the same one. All functions are collective.

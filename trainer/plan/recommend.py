@@ -110,7 +110,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """Which lines of the tables led to it."""
+        """The lines of the tables that led to it."""
         context = self.parallel.context
         rank = f"a rank keeps the activations of {-(-self.length // context)}"
         cut = f"sequences of {self.length} tokens cut over {context} ranks, since they are long: {rank}"

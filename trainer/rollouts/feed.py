@@ -1,4 +1,4 @@
-"""Which record comes next: the shuffled order of the data set, thinned out by a curriculum and by success.
+"""The record that comes next: the shuffled order of the data set, thinned out by a curriculum and by success.
 
 A run passes through the shuffled epochs of its records (trainer/data/records.py). Record i, at place t of this order,
 is drawn with probability

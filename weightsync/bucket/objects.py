@@ -145,7 +145,7 @@ class Bucket:
         return self._good(_record(number), number, parsed)
 
     def newest_parts(self) -> dict[str, int]:
-        """Which versions have each part of the model, as the newest one says whose record can be read."""
+        """The versions that have each part of the model, by the newest record that can be read."""
         for number in reversed(self.numbers()):
             with contextlib.suppress(VersionGone, BucketDamaged):
                 return self.read(number).newest

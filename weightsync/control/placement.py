@@ -1,4 +1,4 @@
-"""Which instance runs which version of a split: pure functions of the records.
+"""The version of a split that each instance runs: pure functions of the records.
 
 A version has instances by its percent, but never fewer than the split's minimum, as it could not answer otherwise. Each
 instance that runs a version which is to have it keeps it: with one flip for each place that is missing, no placement

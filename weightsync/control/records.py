@@ -115,7 +115,7 @@ class Keys:
 
     @property
     def copies(self) -> str:
-        """Which hosts have which slots; outside `root` so that a fetch wakes nobody who follows the model."""
+        """The slots of each host; outside `root` so that a fetch wakes no follower of the model."""
         return f"copies/{self.model}/"
 
     @property
@@ -125,7 +125,7 @@ class Keys:
 
     @property
     def disks(self) -> str:
-        """Which hosts have which versions on disk."""
+        """The versions that each host has on disk."""
         return f"{self.root}disks/"
 
     @property

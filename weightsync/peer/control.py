@@ -59,8 +59,8 @@ class PeerClient:
     async def have(
         self, host: str, address: str, ticket: str, chunks: int, tree: Literal[0, 1] | None = None
     ) -> tuple[Have, float]:
-        """Which of `chunks` can be read by now, and how many seconds the answer took. With `tree` it waits for news
-        there."""
+        """Those of `chunks` that can be read by now, and the seconds that the answer took. With `tree` it waits for
+        news there."""
         started, query = time.perf_counter(), "" if tree is None else f"?tree={tree}"
         raw = await self._call(host, address, "POST", f"/v1/have/{ticket}{query}", Ask(Bitmap(chunks).encoded()))
         return _decoded(host, raw, Have), time.perf_counter() - started

@@ -434,7 +434,7 @@ def assemble(manifest: Manifest, layout: Layout, parts: Iterable[Mapping[str, An
 def _cover(pieces: Sequence[tuple[int, int, int]], spec: TensorSpec, offset: int) -> bool:
     """Whether pieces, in the order of their first bytes, are the whole tensor once, all cut along one dimension.
 
-    Which one it was need not be known: several pieces that leave a gap along it leave one along any other, too.
+    The dimension need not be known: several pieces that leave a gap along it leave one along any other, too.
     """
     return any(_in_a_row(pieces, spec, offset, math.prod(spec.shape[:dim])) for dim in range(len(spec.shape)))
 

@@ -113,7 +113,7 @@ class EtcdStore:
         await self._members.close()
 
     async def _ended(self, leases: Mapping[str, int]) -> int:
-        """Which of `leases` is the one that etcd does not know."""
+        """The one of `leases` that etcd does not know."""
         *others, last = dict.fromkeys(leases.values())
         for lease in others:
             if (await self._members.call("LeaseTimeToLive", rpc.LeaseTimeToLiveRequest(ID=lease))).TTL < 0:

@@ -1,4 +1,4 @@
-"""Which role each route of the admin port needs at least: the one table, read before a body is.
+"""The least role that each route of the admin port needs: one table, read before a body is.
 
     viewer      reads what is there; nobody shows secrets
     operator    works the fleet: drains, pauses and wakes instances, activates published versions and rolls back

@@ -1,4 +1,4 @@
-"""Which model a request is for: names of models, aliases that lead to them, adapters that a model serves.
+"""The model that a request is for: names of models, aliases that lead to them, adapters that a model serves.
 
 One table, made anew at once when the file of models changes; requests that were placed by the one before are answered
 by what they found there.

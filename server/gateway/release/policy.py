@@ -96,7 +96,7 @@ class Condition(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def bound(self) -> tuple[str, float, bool]:
-        """Which bound it is, its value, and whether that is a share of the stable version's mean."""
+        """The bound's name, its value, and whether that is a share of the stable version's mean."""
         ((name, value),) = [(name, value) for name in _BOUNDS if (value := getattr(self, name)) is not None]
         if isinstance(value, str):
             return name, float(value.rstrip("% ")) / 100, True

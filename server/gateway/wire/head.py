@@ -215,7 +215,7 @@ _READERS: Final = {
 
 
 def check_origin(origin: bytes, host: bytes, listening_on: str, allowed: Collection[str], own_name: str) -> None:
-    """Which pages may ask while no key is needed. Raises HttpError (403).
+    """Refuses pages that may not ask while no key is needed. Raises HttpError (403).
 
     A browser sends what any page has it send, also to this machine's ports. Programs send no Origin; browsers send one
     with every POST of a page, which the page cannot change. Keys are protection enough where they are needed, since no

@@ -1,4 +1,4 @@
-"""Which examples a job's steps take, and the gradient of their loss.
+"""Examples that a job's steps take, and the gradient of their loss.
 
 The gradient of a loss goes by log-probs, as the tinker SDK does it for losses of a client's own:
 

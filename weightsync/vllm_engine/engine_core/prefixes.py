@@ -1,4 +1,4 @@
-"""Which prefixes of prompts the KV cache holds, by vLLM's KV events.
+"""Prefixes of prompts that the KV cache holds, by vLLM's KV events.
 
 A request brings the prefixes of its prompt: numbers that stand for the beginning of its body, and the share of the
 prompt that each covers. How many tokens that is follows from the tokens of the whole prompt, and so does the last block

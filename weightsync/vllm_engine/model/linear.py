@@ -1,4 +1,4 @@
-"""Which kernel multiplies by an unquantised matrix on a CPU: always the one that stock vLLM would take.
+"""The kernel that multiplies by an unquantised matrix on a CPU: always the one that stock vLLM would take.
 
 `packed`: the weight lies in the layout slot in the order that the kernel reads: blocks of rows, and in a block the
           4-byte words of its rows side by side. Instances share it, and a commit changes a pointer. oneDNN reads this
