@@ -24,6 +24,7 @@ from server.instance.hosts import (
     check_ranks,
     placed,
     rank_name,
+    share_experts,
     worker_name,
 )
 from server.instance.inflight import Inflight
@@ -44,6 +45,7 @@ FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # whether workers have staged: each loo
 POLL_SHARE = 0.05  # of the time that the staging has taken so far
 STOP_TIMEOUT_S = 10.0  # a staging stops with its next piece; a worker that hangs must not keep the instance from ending
 FLIP_TIMEOUT_S = 10.0  # a flip takes milliseconds, and waits for at most one batch
+COMMON_FLIP_TIMEOUT_S = 60.0  # ranks that share experts flip at their common steps alone, every sixteenth
 
 
 class StagingFailed(WeightSyncError):
@@ -108,7 +110,7 @@ class Engine:
 
         `tether`: what workers on other hosts connect to, {} where there are none. `allow_non_finite`: versions with NaN
         or infinities are staged too. `staging`: as of `InstanceConfig`. Raises ConfigError when the hosts cannot be
-        told apart or the ranks cannot flip between two batches, EngineDied.
+        told apart or the ranks cannot flip together, EngineDied.
         """
         config = self.client.vllm_config
         check_ranks(config)
@@ -165,7 +167,7 @@ class Engine:
                 name = worker_name((data_parallel, rank), reports, self.hosts)
                 raise StagingFailed(name + error["message"], error["code"], error["tensor"])
         slowest: dict[str, Any] = max(itertools.chain.from_iterable(reports), key=lambda r: r["stage_ms"])
-        fingerprint = await asyncio.to_thread(_one_fingerprint, reports)
+        fingerprint = await asyncio.to_thread(_one_fingerprint, reports, share_experts(self.client.vllm_config))
         flips = [r.get("expected_flip_ms") for r in itertools.chain.from_iterable(reports)]
         flip = max((ms for ms in flips if ms is not None), default=None)
         held = [r.get("copies") for r in itertools.chain.from_iterable(reports)]
@@ -201,7 +203,8 @@ class Engine:
         """
         async with self.inflight.closing(version):
             self.adapters.withdraw(version)
-            flips = await self._answer(self._ranks.call("hotswap_commit", version, withdrawn), FLIP_TIMEOUT_S)
+            timeout_s = COMMON_FLIP_TIMEOUT_S if share_experts(self.client.vllm_config) else FLIP_TIMEOUT_S
+            flips = await self._answer(self._ranks.call("hotswap_commit", version, withdrawn), timeout_s)
             self.active, self.inflight.active = (version, epoch), version
             self.adapters.offer(version)
         return {name: max(flip[name] for flip in flips) for name in ("flip_ms", "commit_ms")}
@@ -271,8 +274,11 @@ class Engine:
         return task.result()
 
 
-def _one_fingerprint(reports: list[list[dict[str, Any]]]) -> str:
-    """Of what every data-parallel rank built. Raises StagingFailed when they differ, and as `combined`."""
+def _one_fingerprint(reports: list[list[dict[str, Any]]], shared: bool) -> str:
+    """Of what every data-parallel rank built, or all of them together where they share experts. Raises StagingFailed
+    when they differ, and as `combined`."""
+    if shared:
+        return combined(list(itertools.chain.from_iterable(reports)))
     fingerprints = [combined(workers) for workers in reports]
     for rank, found in enumerate(fingerprints):
         if found != fingerprints[0]:

@@ -145,12 +145,17 @@ class Ranks:
         return await self.call("collective_rpc", method, None, args, {})
 
 
+def share_experts(vllm_config: Any) -> bool:
+    """Whether the data-parallel ranks have parts of the same experts, and step together."""
+    return bool(vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe)
+
+
 def check_ranks(vllm_config: Any) -> None:
-    """Raises ConfigError when the data-parallel ranks compute one batch together: they would flip in different ones."""
-    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+    """Raises ConfigError for data-parallel ranks that have whole experts, which no test has swapped."""
+    if share_experts(vllm_config) and vllm_config.parallel_config.enable_expert_parallel:
         raise ConfigError(
-            "--data-parallel-size with a mixture of experts: the ranks use each other's experts in every batch, and "
-            "each flips between batches of its own. Run an instance for each rank instead."
+            "--data-parallel-size with --enable-expert-parallel: swaps of experts that lie in other ranks are not "
+            "supported. Leave one of the two out: without the second each rank has a part of every expert."
         )
 
 

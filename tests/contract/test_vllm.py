@@ -157,6 +157,37 @@ def test_engine_core(vllm: Sources) -> None:
     has(vllm, f"{scheduler}.reset_prefix_cache", *steps)  # core.py does with one request what this does with all
 
 
+def test_common_steps(vllm: Sources) -> None:
+    """Data-parallel ranks that share experts count steps together, and step with empty batches if need be."""
+    core = "vllm.v1.engine.core:DPEngineCoreProc"
+    takes(vllm, f"{core}._has_global_unfinished_reqs", "self, local_unfinished")
+    counted = "self.step_counter != 1 and self.step_counter % self.dp_sync_interval != 0"
+    has(
+        vllm,
+        f"{core}._has_global_unfinished_reqs",
+        "self.step_counter += 1",
+        counted,
+        "sync_dp_state(",
+        "self.dp_group,",
+    )
+    has(vllm, f"{core}._pause_complete", "self.engines_running = True")
+    has(
+        vllm,
+        f"{core}.run_busy_loop",
+        "self._has_global_unfinished_reqs(",
+        "not local_unfinished_reqs and not self.engines",
+    )
+    has(vllm, "vllm.v1.engine.core:EngineCoreProc", "isinstance(result, Future)", "result.add_done_callback(callback)")
+    parallel = "vllm.config.parallel:ParallelConfig"
+    assert {"data_parallel_size", "data_parallel_rank", "enable_expert_parallel"} <= vllm.attributes(parallel)
+    has(
+        vllm,
+        f"{parallel}.reconfigure_for_independent_dp_rank",
+        "self.data_parallel_size = 1",
+        "self.data_parallel_rank = 0",
+    )
+
+
 def test_kv_events(vllm: Sources) -> None:
     scheduler, events = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.distributed.kv_events"
     takes(vllm, f"{scheduler}.add_request", "self, request")

@@ -2,6 +2,7 @@
 
 - With HOTSWAP_TEST_CPU=avx2|avx512|avx512_bf16, torch, oneDNN, MKL and vLLM take this CPU for one of that kind.
 - A process that builds one of vLLM's models adds a line to $HOTSWAP_TEST_STARTS, which tests/starts.py reads.
+- With HOTSWAP_TEST_EXPERTS=DIRECTORY, data-parallel ranks share experts on a CPU (experts.py).
 - What an actor on a test's Ray node starts is forked (actors.py).
 
 Most processes import neither torch nor vLLM, so nothing is imported here that Python has not imported yet. The process
@@ -87,6 +88,11 @@ def counted(build: Callable[..., Any]) -> Callable[..., Any]:
 if told := KINDS.get(os.environ.get(TOLD, "")):
     tell(*told)
 sys.meta_path.insert(0, Changing(BUILDERS, count))  # type: ignore[arg-type]
+if "HOTSWAP_TEST_EXPERTS" in os.environ:
+    from tests.started import experts
+
+    sys.meta_path.insert(0, Changing(experts.COMMUNICATOR, experts.share))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Changing(experts.BACKEND, experts.follow))  # type: ignore[arg-type]
 if any(word.endswith("default_worker.py") for word in sys.orig_argv):
     import subprocess
 

@@ -27,6 +27,13 @@ MUTATIONS: list[Mutation] = [
         ("if not allows(wish, s.version)), None)", "if not s.weights), None)"),
         ("del request.block_hashes[tokens // self._block_size :]", "del request.block_hashes[-1:]"),
     ]),
+    *of("weightsync/vllm_engine/engine_core/steps.py", WS + "vllm_engine/engine_core/test_steps.py", changes=[
+        ("(step := self.step_counter + 1) == 1 or step %", "(step := self.step_counter) == 1 or step %"),
+        ("local_unfinished or asked(self) is not None", "local_unfinished"),
+        ("version != NOTHING and least.tolist() == [version, -version]", "least.tolist()[0] == version"),
+        ("    core.engines_running = True\n", ""),
+        ("    core._hotswap_asked = None\n", ""),
+    ]),
     *of("weightsync/vllm_engine/engine_core/prefixes.py", WS + "vllm_engine/engine_core/test_prefixes.py", changes=[
         ("if known is not None and (key in self._held or known == block):", "if known is not None and known == block:"),
         ("            self._blocks.move_to_end(key)\n", ""),

@@ -120,14 +120,18 @@ class Core:
         return [""] * len(self.hosts)
 
 
-def engine_of(*cores: Core, moe: bool = False, tethers: Tethers | None = None) -> real.Engine:
+def engine_of(
+    *cores: Core, moe: bool = False, whole_experts: bool = False, tethers: Tethers | None = None
+) -> real.Engine:
     """The engine over these cores, one for each data-parallel rank."""
     ranks = {str(rank).encode(): core for rank, core in enumerate(cores)}
 
     async def call(method: str, *args: Any, engine: bytes) -> Any:
         return await ranks[engine].call(method, *args)
 
-    parallel = SimpleNamespace(nnodes=len(set(cores[0].hosts)), data_parallel_size=len(cores))
+    parallel = SimpleNamespace(
+        nnodes=len(set(cores[0].hosts)), data_parallel_size=len(cores), enable_expert_parallel=whole_experts
+    )
     client = SimpleNamespace(
         errored=False,
         model_config=SimpleNamespace(get_vocab_size=lambda: 8),

@@ -15,6 +15,7 @@ from server.instance.engine import FIRST_ID, Adapters, StagingFailed
 from server.instance.hosts import RankFailed
 from tests.server.instance.engines import Core, engine_of, report, version
 from tests.waiting import eventually
+from tests.weightsync.codes import refused
 from weightsync.control.records import DeviceRecord, PartRecord, VersionRecord
 
 VERSION = version()
@@ -120,11 +121,21 @@ async def test_a_staging_that_takes_too_long_is_stopped() -> None:
     assert all("hotswap_drop" in core.calls for core in cores)
 
 
-async def test_ranks_that_compute_a_batch_together_are_refused() -> None:
-    """Each flips between batches of its own: one batch would be computed by two versions."""
-    await engine_of(Core(), moe=True).prepare([], {})
-    with pytest.raises(ConfigError, match="an instance for each rank"):
-        await engine_of(Core(), Core(), moe=True).prepare([], {})
+async def test_ranks_that_have_whole_experts_are_refused() -> None:
+    await engine_of(Core(), moe=True, whole_experts=True).prepare([], {})
+    await engine_of(Core(), Core(), moe=True).prepare([], {})
+    with pytest.raises(ConfigError, match="Leave one of the two out"):
+        await engine_of(Core(), Core(), moe=True, whole_experts=True).prepare([], {})
+
+
+async def test_ranks_that_share_experts_have_built_a_version_together() -> None:
+    """A tensor of two rows: each has one of them, or both have the same."""
+    rows = [report(sums={"w": [[2, 2, row, row + 1, 0, 2, 7]]}) for row in (0, 1)]
+    found = (await engine_of(*(Core(row) for row in rows), moe=True).stage(VERSION, WAIT_S))["fingerprint"]
+    whole = report(sums={"w": [[2, 2, 0, 2, 0, 2, 14]]})
+    assert found == (await engine_of(Core(whole)).stage(VERSION, WAIT_S))["fingerprint"]
+    with refused("parts_mismatch"):
+        await engine_of(Core(rows[0]), Core(rows[0]), moe=True).stage(VERSION, WAIT_S)
 
 
 # several hosts

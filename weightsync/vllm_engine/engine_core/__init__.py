@@ -5,5 +5,6 @@ requests.py  what a commit does to requests in flight: policies, cache namespace
 sessions.py  conversations that keep their KV cache over swaps
 prefixes.py  which prefixes of prompts the KV cache holds, by vLLM's KV events
 routing.py   the experts that tokens went to, recorded by vLLM, on a CPU and over commits
+steps.py     the one step at which data-parallel ranks flip that share experts
 seeds.py     requests with a seed, and prompts in chunks, on a CPU
 """

@@ -2,6 +2,7 @@
 
 * `EngineCore.hotswap_commit`: flip the workers and relabel, in one call that the core runs between two steps, so the
   first token of the new weights is the first one labelled so. Stock vLLM labels in a second call.
+* Data-parallel ranks that share experts all flip at one step (steps.py).
 * Batches already computed when a commit arrives (asynchronous scheduling) keep the label they were computed under.
 * Prefix-cache keys carry the digest of the weights (requests.py). A request of which nothing is computed when a commit
   lands moves to the new weights; one that has begun goes on with the blocks it has, and shares none from then on. To a
@@ -36,11 +37,12 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import orjson
 
-from weightsync.vllm_engine.engine_core import prefixes, requests, routing, sessions
+from weightsync.vllm_engine.engine_core import prefixes, requests, routing, sessions, steps
 from weightsync.vllm_engine.engine_core.requests import Weights, enter, namespace, namespace_of
 
 _MARK = "_hotswap_installed"
@@ -50,7 +52,7 @@ def install() -> None:
     """Patch the classes once per process."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     if getattr(EngineCore, _MARK, False):
@@ -63,6 +65,7 @@ def install() -> None:
     Scheduler.add_request = _watched(Scheduler.add_request)
     Scheduler._preempt_request = _started_over(Scheduler._preempt_request)
     KVCacheManager.get_computed_blocks = sessions.placed(KVCacheManager.get_computed_blocks)
+    DPEngineCoreProc._has_global_unfinished_reqs = steps.meeting(DPEngineCoreProc._has_global_unfinished_reqs)
     _install_zeroing()
     routing.install()
     OutputProcessor.add_request = requests.registered(OutputProcessor.add_request)
@@ -71,14 +74,19 @@ def install() -> None:
     setattr(EngineCore, _MARK, True)
 
 
-def commit(self: Any, version: int, withdrawn: bool = False) -> dict[str, Any]:
+def commit(self: Any, version: int, withdrawn: bool = False) -> dict[str, Any] | Future[dict[str, Any]]:
     """Flip every worker to `version` and label what follows with it. `withdrawn`: nothing goes on that the version
     before has computed.
 
     Returns {"flip_ms", "commit_ms", "crossed": {request id: prompt tokens computed before, of those that are not
-    through with their prompt}}. Raises what a worker raised; with one worker the old version is then still live, with
-    several the caller must treat the instance as torn.
+    through with their prompt}}, once all ranks flip where they share experts. Raises what a worker raised; with one
+    worker the old version is then still live, with several the caller must treat the instance as torn.
     """
+    flip = functools.partial(_commit, self, version, withdrawn)
+    return steps.at_common_step(self, version, flip) if steps.are_common(self) else flip()
+
+
+def _commit(self: Any, version: int, withdrawn: bool) -> dict[str, Any]:
     started = time.perf_counter()
     flips, rescaled, parts = zip(*self.collective_rpc("hotswap_commit", args=(version,)), strict=True)
     before, self._hotswap_weights = _weights(self), Weights(str(version), parts[0])

@@ -150,15 +150,15 @@ class Stager:
             model, twin = WithHead(model, head.model), WithHead(twin, head.skeleton(place.twin))
         processing = Processing(model, twin, model_config.dtype, place.device, elsewhere)
         self._pairs = pair_parameters(model, twin, processing)
-        parallel = vllm_config.parallel_config
-        self._rank = parallel.rank
+        parallel = vllm_config.parallel_config  # of ranks that share experts; other data-parallel ranks are alone here
+        self._rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         self._builder = Builder(
             twin,
             self._pairs,
             place,
             processing=processing,
-            rank=parallel.rank,
-            world=parallel.world_size,
+            rank=self._rank,
+            world=parallel.data_parallel_size * parallel.world_size,
             share=(parallel.rank % parallel.local_world_size, parallel.local_world_size),
             allow_non_finite=rules.allow_non_finite,
         )

@@ -1,0 +1,111 @@
+"""One instance whose two data-parallel ranks have parts of the same experts: every swap is between two of their steps.
+
+vLLM's communicator for CPUs gets what it lacks for that from tests/started/experts.py. The version that each rank runs
+travels with their exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from loadtest.models.kinds import make_kind
+from tests.live import VLLM_ARGS, LiveServer
+from tests.started.experts import DIRECTORY
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad]
+RANKS = (*VLLM_ARGS, "--data-parallel-size", "2")
+PROMPTS = [[5 + i, 6, 7 + 3 * i, 8] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [make_kind(tmp_path_factory.mktemp("moe") / str(seed), "moe", seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def exchanges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory in which ranks say what they ran; theirs is the communicator that says it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DIRECTORY, str(directory := tmp_path_factory.mktemp("exchanges")))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def fresh(models: list[Path], exchanges: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The answers of an instance that has run nothing but the second model."""
+    with LiveServer(models[1], tmp_path_factory.mktemp("state"), RANKS).running() as server:
+        said = answers(server)
+    for file in exchanges.iterdir():
+        file.unlink()
+    return said
+
+
+@pytest.fixture(scope="module")
+def shared(
+    fresh: list[list[int]], models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    with LiveServer(models[0], tmp_path_factory.mktemp("state"), RANKS).running() as server:
+        yield server
+
+
+def answers(server: LiveServer) -> list[list[int]]:
+    return [server.generate(prompt, 24)["choices"][0]["token_ids"] for prompt in PROMPTS]
+
+
+def ran(exchanges: Path) -> list[list[int]]:
+    """The versions of each rank's exchanges, in order."""
+    assert not (exchanges / "torn").exists(), (exchanges / "torn").read_text()
+    return [[int(line) for line in file.read_text().split()] for file in sorted(exchanges.iterdir())]
+
+
+def test_answers_are_those_of_a_fresh_engine_of_the_version(
+    shared: LiveServer, models: list[Path], exchanges: Path, fresh: list[list[int]]
+) -> None:
+    first, old = shared.active(), answers(shared)
+    assert old != fresh
+    second = shared.push(models[1])
+    assert answers(shared) == fresh
+    assert shared.rollback() == first
+    assert answers(shared) == old
+    assert shared.activate(second, mode="rolling").status_code == 200
+    assert answers(shared) == fresh
+    one, other = ran(exchanges)
+    assert one == other
+    assert one[-4:] == [first, second, first, second]
+
+
+def test_no_step_has_two_versions_under_load(shared: LiveServer, exchanges: Path) -> None:
+    """Requests of several lengths: at most commits one rank has some while the other has none, or is in a prompt."""
+    before = len(ran(exchanges)[0])
+
+    def ask(i: int) -> list[int]:
+        choice = shared.generate([9 + i, *range(5, 5 + 40 * (i % 5))], 20 + 60 * (i % 3))["choices"][0]
+        return [span["version"] for span in choice["weight_versions"]]
+
+    with ThreadPoolExecutor(12) as threads:
+        spans = [threads.submit(ask, i) for i in range(60)]
+        swaps = 0
+        while not all(span.done() for span in spans) or swaps < 6:
+            shared.rollback()
+            swaps += 1
+        crossed = [span.result() for span in spans]
+    one, other = ran(exchanges)
+    assert one == other
+    assert len(one) - before >= swaps - 1, "an exchange between most commits"
+    assert any(len(versions) > 1 for versions in crossed)
+
+
+def test_ranks_come_back_with_the_version_that_was_live(shared: LiveServer, models: list[Path]) -> None:
+    before, instance = answers(shared), shared.tree()[0].pid
+    victim = next(process for process in shared.tree() if "DP1" in " ".join(process.cmdline()))
+    victim.kill()
+    wait_until(lambda: shared.whole() and shared.tree()[0].pid != instance, 300, what="the instance serves again")
+    assert answers(shared) == before
+    shared.push(models[0])
+    assert shared.rollback()
+    assert answers(shared) == before
