@@ -146,9 +146,12 @@ def test_idle_ranks_stop_after_the_commit() -> None:
 
 @pytest.mark.usefixtures("exchanged")
 def test_a_rank_whose_flip_fails_says_so_and_the_others_have_flipped() -> None:
+    def refuse() -> dict[str, Any]:
+        raise KeyError("version 1 is not staged")
+
     def loop(rank: Rank) -> None:
         if rank.rank == 1:
-            rank.answers.append(steps.at_common_step(rank, 1, {}.popitem))
+            rank.answers.append(steps.at_common_step(rank, 1, refuse))
         else:
             rank.commit(1)
         rank.step(False)
