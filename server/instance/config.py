@@ -125,6 +125,7 @@ class InstanceConfig:
         argv += ["--weight-transfer-config", '{"backend": "hotswap"}']
         argv += ["--worker-extension-cls", "weightsync.vllm_engine.backend.WorkerMethods"]
         argv += ["--disable-uvicorn-access-log", "--scheduling-policy", "priority"]
+        argv += ["--dp-sync-interval", "4"]  # steps: ranks that share experts flip only there (engine_core/steps.py)
         argv += ["--enable-scale-out"]  # routes that the gateway forwards from its admin port
         if not any(argument.startswith("--kv-events-config") for argument in self.vllm_args):
             argv += ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}']  # prefixes.py

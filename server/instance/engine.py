@@ -45,7 +45,7 @@ FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # whether workers have staged: each loo
 POLL_SHARE = 0.05  # of the time that the staging has taken so far
 STOP_TIMEOUT_S = 10.0  # a staging stops with its next piece; a worker that hangs must not keep the instance from ending
 FLIP_TIMEOUT_S = 10.0  # a flip takes milliseconds, and waits for at most one batch
-COMMON_FLIP_TIMEOUT_S = 60.0  # ranks that share experts flip at their common steps alone, every sixteenth
+COMMON_FLIP_TIMEOUT_S = 60.0  # ranks that share experts flip at their common steps alone
 
 
 class StagingFailed(WeightSyncError):

@@ -7,7 +7,7 @@ travels with their exchange.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -89,14 +89,15 @@ def test_no_step_has_two_versions_under_load(shared: LiveServer, exchanges: Path
 
     with ThreadPoolExecutor(12) as threads:
         spans = [threads.submit(ask, i) for i in range(60)]
-        swaps = 0
-        while not all(span.done() for span in spans) or swaps < 6:
+        swaps, pending = 0, set(spans)
+        while pending:
             shared.rollback()
             swaps += 1
+            _, pending = wait(pending, return_when=FIRST_COMPLETED)
         crossed = [span.result() for span in spans]
     one, other = ran(exchanges)
     assert one == other
-    assert len(one) - before >= swaps - 1, "an exchange between most commits"
+    assert len(one) - before >= min(swaps, 6), "exchanges between commits"
     assert any(len(versions) > 1 for versions in crossed)
 
 
