@@ -23,15 +23,20 @@ def tracked(pattern: str) -> list[Path]:
     return [ROOT / name for name in found.stdout.split("\0") if name]
 
 
+def bases_of(node: ast.ClassDef) -> set[str]:
+    """The last names of a class's bases, as they are imported."""
+    return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+
+
 def errors_of(trees: dict[Path, ast.Module]) -> dict[Path, list[str]]:
-    """The classes of each file that derive from an exception. Bases count by their last name, as they are imported."""
+    """The classes of each file that derive from an exception."""
     bases: dict[str, set[str]] = defaultdict(set)
     classes = {
         path: [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] for path, tree in trees.items()
     }
     for nodes in classes.values():
         for node in nodes:
-            bases[node.name] |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            bases[node.name] |= bases_of(node)
 
     def is_error(name: str, seen: frozenset[str] = frozenset()) -> bool:
         if name in bases and name not in seen:
@@ -39,7 +44,9 @@ def errors_of(trees: dict[Path, ast.Module]) -> dict[Path, list[str]]:
         built_in = getattr(builtins, name, None)
         return (isinstance(built_in, type) and issubclass(built_in, BaseException)) or name == "HTTPException"
 
-    return {path: [node.name for node in nodes if is_error(node.name)] for path, nodes in classes.items()}
+    return {
+        path: [node.name for node in nodes if any(map(is_error, bases_of(node)))] for path, nodes in classes.items()
+    }
 
 
 def main() -> None:

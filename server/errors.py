@@ -1,6 +1,6 @@
 """The exceptions of `server`: what a client can meet at run time, and below that what a command can say to its user.
 
-    ServerError
+    ServerError                 of itself: an instance or a reward server gave no answer that counts
     ├── ConfigError             a wrong setting; raised before anything is served, never answered
     └── HttpError               the answer to a request that fails: a status, and an OpenAI-shaped body
         └── BadUpstream         502: the instance answered what is not HTTP, or died before its first byte
@@ -50,7 +50,8 @@ KINDS: Final = {
 
 
 class ServerError(Exception):
-    """Base of everything `server` raises on purpose."""
+    """Base of everything `server` raises on purpose. Of itself: an instance or a reward server gave no answer that
+    counts; the message says why."""
 
 
 class ConfigError(ServerError):

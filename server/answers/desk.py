@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, Protocol
 
 from server.answers.feedback import Feedback, Known, Recent
-from server.answers.parse import ROUTES, About, Answer, Unreadable, parse
+from server.answers.parse import ROUTES, About, Answer, parse
 from server.gateway.access.keys import Principal
 from server.gateway.observe.logs import Backlog
 from server.gateway.observe.stats import Finished, ProcessStats
@@ -158,7 +158,7 @@ class Desk:
         try:
             answer = parse(capture.body, b"".join(capture.pieces), about)
             self.recent.name(about.request_id, capture.principal.digest, answer.id)
-        except Unreadable as error:
+        except ValueError as error:
             log.warning("an answer cannot be read: %s", error)
             for consumer in accepted:
                 self._dropped[consumer.name, "unreadable"] += 1

@@ -110,15 +110,11 @@ class Answer(msgspec.Struct, tag_field="record", tag="answer"):
         return versions.pop() if len(versions) == 1 else None
 
 
-class Unreadable(ValueError):
-    """The bytes are no exchange of one of ROUTES."""
-
-
 def parse(body: bytes, answer: bytes, about: About) -> Answer:
-    """The record of an exchange. Raises Unreadable."""
+    """The record of an exchange. Raises ValueError for bytes that are no exchange of one of ROUTES."""
     read = _ANSWERS.get(about.route)
     if read is None:
-        raise Unreadable(f"{about.route} is none of {', '.join(ROUTES)}")
+        raise ValueError(f"{about.route} is none of {', '.join(ROUTES)}")
     try:
         record = _asked(orjson.loads(body), about)
         for payload in _events(answer) if about.streamed else _whole(answer):
@@ -128,7 +124,7 @@ def parse(body: bytes, answer: bytes, about: About) -> Answer:
         record.choices.sort(key=lambda choice: choice.index)
         return msgspec.convert(msgspec.to_builtins(record), Answer)  # nothing of another type is in it
     except (ValueError, TypeError, AttributeError, LookupError, msgspec.MsgspecError) as error:
-        raise Unreadable(f"{about.request_id}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{about.request_id}: {type(error).__name__}: {error}") from error
 
 
 def _whole(answer: bytes) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 from server.errors import CliError, RequestFailed
 from server.follow.config import FollowConfig
 from server.follow.metrics import FollowMetrics
-from server.follow.sources import Admin, BadCheckpoint, Candidate, FollowError, Source, Wish, natural
+from server.follow.sources import BAD, Admin, Candidate, FollowError, Source, Wish, bad_checkpoint, natural
 from server.follow.state import Current, FollowState, Outcome, StateFile
 
 log = logging.getLogger("hotswap.follow")
@@ -140,10 +140,10 @@ class Follower:
             if self._busy(now):
                 return self._config.interval_s
             version = self._published(now, candidate, directory)
-        except BadCheckpoint as error:
-            self._end("refused", str(error))
-            return 0.0
-        except FollowError:
+        except FollowError as error:
+            if error.code == BAD:
+                self._end("refused", str(error))
+                return 0.0
             self._verified = None
             raise
         same = self._identity_of(candidate) == now.identity  # else what was published may be half of each
@@ -166,7 +166,7 @@ class Follower:
         return next((one.identity for one in self._source.candidates() if one.name == candidate.name), "")
 
     def _published(self, now: Current, candidate: Candidate, directory: Path) -> int:
-        """The version. Raises BadCheckpoint for what the gateway can make none of."""
+        """The version. Raises FollowError (BAD) for what the gateway can make none of."""
         wish = Wish(
             now.upload_id, now.attempt, self._why(now), self._config.part, self._config.sign_key, self._config.cast
         )
@@ -175,7 +175,7 @@ class Follower:
                 return self._source.publish(candidate, directory, self._admin, wish)
         except RequestFailed as error:
             if error.status in REFUSED:
-                raise BadCheckpoint(str(error)) from error
+                raise bad_checkpoint(str(error)) from error
             raise
 
     def _busy(self, now: Current) -> bool:

@@ -5,8 +5,8 @@ with its content. Of those files only what a publication reads is taken: the con
 sums to verify them by. Directories are read where they are; everything else is fetched into a cache, file by file, so
 that what was cut off goes on.
 
-FollowError         the source cannot be reached or read now, or the cache has no room (code CacheFull); tried again
-└── BadCheckpoint   what a candidate holds is no whole checkpoint; not tried again until it changes
+A FollowError says that the source cannot be reached or read now, or that the cache has no room (code CacheFull): that
+is tried again. With the code BadCheckpoint a candidate holds no whole checkpoint: not tried again until it changes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ MAX_SUMS = 4 << 20
 # Fields that change with a file's content, by file system; the first that the file system tells counts.
 TAGS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "updated", "mtime", "created")
 TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+BAD = "BadCheckpoint"
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
 _SUM = re.compile(r"([0-9a-fA-F]{64})(?: [ *](?:\./)?(\S.*))?")
 
@@ -46,11 +47,9 @@ class FollowError(ServerError):
         self.code = code
 
 
-class BadCheckpoint(FollowError):
+def bad_checkpoint(message: str) -> FollowError:
     """As it is, it will never be one."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "BadCheckpoint")
+    return FollowError(message, BAD)
 
 
 @dataclass(frozen=True)
@@ -329,25 +328,25 @@ def no_room(nbytes: int, cache: Path) -> str:
 
 def verify(directory: Path, main: str) -> None:
     """Checks headers, index, shards and configuration, and every SHA-256 that stands beside them. Raises
-    BadCheckpoint, FollowError."""
+    FollowError."""
     try:
         checkpoint = Checkpoint(directory)
         if main == "config.json":
             read_config(directory)
         sums = _sums(directory)
     except CheckpointError as error:
-        raise BadCheckpoint(str(error)) from error
+        raise bad_checkpoint(str(error)) from error
     for name, expected in sorted(sums.items()):
         if (got := _digest(directory / name)) != expected:
-            raise BadCheckpoint(f"{directory / name} has SHA-256 {got}, and should have {expected}: fetch it again")
+            raise bad_checkpoint(f"{directory / name} has SHA-256 {got}, and should have {expected}: fetch it again")
     try:
         checkpoint.check()
     except CheckpointError as error:
-        raise BadCheckpoint(str(error)) from error
+        raise bad_checkpoint(str(error)) from error
 
 
 def _sums(directory: Path) -> dict[str, str]:
-    """The sums of files that are here. Raises BadCheckpoint, CheckpointError."""
+    """The sums of files that are here. Raises FollowError, CheckpointError."""
     found: dict[str, str] = {}
     listed = directory / SUMS
     for path in (*([listed] if listed.exists() else []), *sorted(directory.glob("*.sha256"))):
@@ -357,13 +356,13 @@ def _sums(directory: Path) -> dict[str, str]:
             parsed = _SUM.fullmatch(line)
             name = about or (parsed[2] if parsed is not None else None)
             if parsed is None or name is None:
-                raise BadCheckpoint(f"{path} is no list of SHA-256 sums ({line[:80]!r}): write it with sha256sum")
+                raise bad_checkpoint(f"{path} is no list of SHA-256 sums ({line[:80]!r}): write it with sha256sum")
             if found.setdefault(name, parsed[1].lower()) != parsed[1].lower():
-                raise BadCheckpoint(f"{path} has another sum of {name} than stands elsewhere: write them again")
+                raise bad_checkpoint(f"{path} has another sum of {name} than stands elsewhere: write them again")
     there = {name for name in found if "/" not in name and (directory / name).is_file()}
     unlisted = {path.name for path in directory.glob("*.safetensors")} - there
     if listed.exists() and unlisted:
-        raise BadCheckpoint(f"{listed} does not name {min(unlisted)}: list every file")
+        raise bad_checkpoint(f"{listed} does not name {min(unlisted)}: list every file")
     return {name: found[name] for name in there}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import RequestFailed
-from server.follow.sources import Admin, BadCheckpoint, Candidate, File, FollowError, Wish, no_room, only_home
+from server.follow.sources import Admin, Candidate, File, FollowError, Wish, bad_checkpoint, no_room, only_home
 from weightsync.bucket import reader
 from weightsync.bucket.objects import Bucket, StoredVersion
 from weightsync.control.parts import own_digest
@@ -57,7 +57,7 @@ class Versions:
                 for version in wanted:
                     reader.fetch(self._bucket, version, home / version.upload)
         except BucketDamaged as error:
-            raise BadCheckpoint(str(error)) from error
+            raise bad_checkpoint(str(error)) from error
         except BucketError as error:
             raise FollowError(str(error)) from error
         return home

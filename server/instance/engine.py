@@ -35,7 +35,7 @@ from server.instance.routed_experts import Recording
 from server.instance.slices import Reads, joined_reads
 from weightsync.control.parts import LORA, LORA_URL, combined
 from weightsync.control.records import DeviceRecord, VersionRecord
-from weightsync.errors import WeightSyncError
+from weightsync.errors import EngineError, WeightSyncError
 from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.engine_core.prefixes import Changes
 
@@ -46,18 +46,6 @@ POLL_SHARE = 0.05  # of the time that the staging has taken so far
 STOP_TIMEOUT_S = 10.0  # a staging stops with its next piece; a worker that hangs must not keep the instance from ending
 FLIP_TIMEOUT_S = 10.0  # a flip takes milliseconds, and waits for at most one batch
 COMMON_FLIP_TIMEOUT_S = 60.0  # ranks that share experts flip at their common steps alone
-
-
-class StagingFailed(WeightSyncError):
-    """A worker refused a version; nothing changed. `code` and `tensor` are the worker's own."""
-
-    def __init__(self, message: str, code: str = "staging_failed", tensor: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.tensor = code, tensor
-
-
-class EngineDied(WeightSyncError):
-    """The engine's processes have ended, or answer no more; this instance cannot serve."""
 
 
 class Engine:
@@ -110,7 +98,7 @@ class Engine:
 
         `tether`: what workers on other hosts connect to, {} where there are none. `allow_non_finite`: versions with NaN
         or infinities are staged too. `staging`: as of `InstanceConfig`. Raises ConfigError when the hosts cannot be
-        told apart or the ranks cannot flip together, EngineDied.
+        told apart or the ranks cannot flip together, EngineError.
         """
         config = self.client.vllm_config
         check_ranks(config)
@@ -128,7 +116,7 @@ class Engine:
 
     async def reads(self, schema: list[list[Any]]) -> Reads | None:
         """The tensors of versions with this schema that each host's ranks read; None: not all say. Raises RankFailed,
-        EngineDied."""
+        EngineError."""
         (answers,) = await self._answer(self._ranks.workers("hotswap_reads", schema))
         return joined_reads(schema, self.hosts, answers)
 
@@ -139,8 +127,8 @@ class Engine:
 
         `places`: where `version` is on each host; `unread`: the tensors that no rank reads. "fingerprint" in the report
         is that of what all workers built ("" if they cannot say). Cancelled, it ends when every worker has stopped, and
-        none offers `version` as staged. Raises StagingFailed with the tensor to blame when a worker refuses the
-        version, RankFailed, EngineDied.
+        none offers `version` as staged. Raises EngineError, with the worker's own code and the tensor to blame when a
+        worker refuses the version, and RankFailed.
         """
         order = {
             "version": version.version,
@@ -155,17 +143,18 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 reports = await self._until_staged(self._ranks.workers("hotswap_stage", order))
         except (TimeoutError, asyncio.CancelledError, RankFailed) as ended:
-            with contextlib.suppress(EngineDied, RankFailed, TimeoutError):
+            with contextlib.suppress(WeightSyncError, TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self.drop(version.version, previous=False)
                     await self._until_staged(self._ranks.workers("hotswap_report"))
             if isinstance(ended, TimeoutError):
-                raise StagingFailed(f"staging version {version.version} took longer than {timeout_s:.0f} s") from None
+                message = f"staging version {version.version} took longer than {timeout_s:.0f} s"
+                raise EngineError(message, code="staging_failed") from None
             raise
         for data_parallel, rank in self._every(reports):
             if error := reports[data_parallel][rank]["error"]:
                 name = worker_name((data_parallel, rank), reports, self.hosts)
-                raise StagingFailed(name + error["message"], error["code"], error["tensor"])
+                raise EngineError(name + error["message"], code=error["code"], tensor=error["tensor"])
         slowest: dict[str, Any] = max(itertools.chain.from_iterable(reports), key=lambda r: r["stage_ms"])
         fingerprint = await asyncio.to_thread(_one_fingerprint, reports, share_experts(self.client.vllm_config))
         flips = [r.get("expected_flip_ms") for r in itertools.chain.from_iterable(reports)]
@@ -199,7 +188,7 @@ class Engine:
         """Flip between two batches, label and cache namespace included; {"flip_ms", "commit_ms"} of the slowest rank.
 
         `withdrawn`: nothing that the version before has computed is to go on. Waits first for the requests that must
-        not cross it. Raises RankFailed when a rank did not flip, EngineDied.
+        not cross it. Raises RankFailed when a rank did not flip, EngineError.
         """
         async with self.inflight.closing(version):
             self.adapters.withdraw(version)
@@ -225,7 +214,7 @@ class Engine:
 
     async def prefixes(self) -> list[Changes]:
         """The changes of each data-parallel rank's cache since the last call: prefixes that it now holds, or no longer.
-        Raises RankFailed, EngineDied."""
+        Raises RankFailed, EngineError."""
         return [changes or [] for changes in await self._answer(self._ranks.call("hotswap_prefixes"))]
 
     async def pause(self) -> None:
@@ -256,7 +245,7 @@ class Engine:
             await asyncio.sleep(WATCH_S)
 
     async def _answer(self, call: Awaitable[T], timeout_s: float = float("inf")) -> T:
-        """The answer of the engine. Raises EngineDied: vLLM leaves the calls of a dead engine waiting for ever."""
+        """The answer of the engine. Raises EngineError (`engine_died`): vLLM leaves calls of a dead engine waiting."""
         task = asyncio.ensure_future(call)
         deadline = time.monotonic() + timeout_s
         while not task.done():
@@ -268,14 +257,19 @@ class Engine:
             if not task.done() and (self.dead or time.monotonic() > deadline):
                 task.cancel()
                 if (lost := self.tethers.lost) is not None:
-                    raise EngineDied(f"{lost} has ended, and with it this instance; see the log there")
+                    raise _died(f"{lost} has ended, and with it this instance; see the log there")
                 silent = "" if self.dead else f" or is stuck: it has not answered for {timeout_s:g} s"
-                raise EngineDied(f"the engine has ended{silent}; see this log above")
+                raise _died(f"the engine has ended{silent}; see this log above")
         return task.result()
 
 
+def _died(message: str) -> EngineError:
+    """The engine's processes have ended, or answer no more; this instance cannot serve."""
+    return EngineError(message, code="engine_died")
+
+
 def _one_fingerprint(reports: list[list[dict[str, Any]]], shared: bool) -> str:
-    """Of what every data-parallel rank built, or all of them together where they share experts. Raises StagingFailed
+    """Of what every data-parallel rank built, or all of them together where they share experts. Raises EngineError
     when they differ, and as `combined`."""
     if shared:
         return combined(list(itertools.chain.from_iterable(reports)))
@@ -283,7 +277,8 @@ def _one_fingerprint(reports: list[list[dict[str, Any]]], shared: bool) -> str:
     for rank, found in enumerate(fingerprints):
         if found != fingerprints[0]:
             name = rank_name(rank, len(reports))
-            raise StagingFailed(f"{name}it built other weights than rank 0 ({found!r}, not {fingerprints[0]!r})")
+            message = f"{name}it built other weights than rank 0 ({found!r}, not {fingerprints[0]!r})"
+            raise EngineError(message, code="staging_failed")
     return fingerprints[0]
 
 

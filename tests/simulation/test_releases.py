@@ -19,7 +19,7 @@ from loadtest.histories.rules import require
 from loadtest.simulation.clock import Clock
 from loadtest.simulation.schedules import AwaitingWorld, explore
 from loadtest.simulation.store import Client, ModelStore, Puts
-from server.errors import HttpError
+from server.errors import HttpError, ServerError
 from server.gateway.access.records import By
 from server.gateway.release import judge, runner
 from server.gateway.release.evidence import Observer
@@ -27,7 +27,6 @@ from server.gateway.release.policy import Policy, parse
 from server.gateway.release.progress import Share
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from server.gateway.release.runner import Releases
-from server.gateway.release.scoring import ScoringFailed
 from server.gateway.release.statistics import LEAST
 from weightsync.errors import swap_aborted
 
@@ -99,7 +98,7 @@ class Gateway:
     async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
         await asyncio.sleep(self.fleet.takes_s)
         if self.fleet.refuses:
-            raise ScoringFailed("no scorer answers")
+            raise ServerError("no scorer answers")
         return ""
 
     async def _change(self, active: int, shares: dict[int, Share]) -> None:

@@ -20,7 +20,8 @@ _CODES = {
          "unsupported_dtype quantization_error not_finite checksum_mismatch parts_mismatch config_mismatch "
          "part_not_served delta_error bad_part bucket_damaged version_refused",
     500: "record_error layout_pool_error unsupported_vllm tether_failed adapter_refused remote_error "
-         "publish_error bad_bitmap chunk_mismatch share_lost no_holder host_name tls_unavailable",
+         "publish_error bad_bitmap chunk_mismatch share_lost no_holder host_name tls_unavailable "
+         "engine_died staging_failed",
     503: "store_unavailable store_refused store_lost store_closed ray_unavailable lease_lost watch_compacted "
          "draft_lost transport_unavailable peer_unreachable transfer_failed copy_unavailable peer_refused "
          "bucket_unavailable persist_error ledger_unavailable",

@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 SERVING = frozenset({"SERVING", "STAGING", "STAGED"})
 
 
-class ProbeFailed(ServerError):
-    """The canary must not be followed; the message says which prompt and why."""
-
-
 @dataclass(frozen=True)
 class ProbeSettings:
     """The questions to a canary. Times in seconds, `max_logprob_drift` in nats a token (None: not measured)."""
@@ -83,7 +79,7 @@ def build_probe(
                             await _compare(client, settings, prompt, canary, reference)
         except TimeoutError:
             return ProbeResult(False, f"its probes were not answered within {settings.timeout_s:g} s")
-        except ProbeFailed as failure:
+        except ServerError as failure:
             return ProbeResult(False, str(failure))
         return ProbeResult(True)
 
@@ -102,7 +98,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Asker:
-    """Asks one instance; every fault becomes a ProbeFailed that says what it was."""
+    """Asks one instance; every fault becomes a ServerError that says what it was."""
 
     client: httpx.AsyncClient
     instance: InstanceRecord
@@ -152,20 +148,20 @@ class _Asker:
         except (httpx.HTTPError, ValueError) as error:
             raise self._failed(prompt, f"was not answered ({error or type(error).__name__})") from error
 
-    def _failed(self, prompt: ProbePrompt, what: str) -> ProbeFailed:
-        return ProbeFailed(f"prompt {prompt.name} {what} [{self.instance.id}, {self.instance.address}]")
+    def _failed(self, prompt: ProbePrompt, what: str) -> ServerError:
+        return ServerError(f"prompt {prompt.name} {what} [{self.instance.id}, {self.instance.address}]")
 
 
 async def _check(asker: _Asker, prompt: ProbePrompt, target: int) -> None:
     answer = await asker.generate(prompt)
     if not answer.token_ids or len(answer.logprobs) != len(answer.token_ids):
-        raise ProbeFailed(f"prompt {prompt.name} was answered without tokens or without their log-probabilities")
+        raise ServerError(f"prompt {prompt.name} was answered without tokens or without their log-probabilities")
     if answer.versions != {target}:
         labels = ", ".join(str(version) for version in sorted(answer.versions)) or "none"
-        raise ProbeFailed(f"prompt {prompt.name} was answered by version {labels}, not by version {target} alone")
+        raise ServerError(f"prompt {prompt.name} was answered by version {labels}, not by version {target} alone")
     _require_finite(prompt, answer.logprobs)
     if (objection := prompt.objection(answer.text, answer.logprobs)) is not None:
-        raise ProbeFailed(f"prompt {prompt.name} {objection}")
+        raise ServerError(f"prompt {prompt.name} {objection}")
 
 
 async def _compare(
@@ -183,7 +179,7 @@ async def _compare(
     _require_finite(prompt, ours)
     drift = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
     if settings.max_logprob_drift is not None and not drift <= settings.max_logprob_drift:
-        raise ProbeFailed(
+        raise ServerError(
             f"prompt {prompt.name}: log-probabilities differ from the active version's by {drift:.4f} a token on "
             f"average, at most {settings.max_logprob_drift:g} may be"
         )
@@ -192,13 +188,13 @@ async def _compare(
 def _reference(
     settings: ProbeSettings, fleet: Iterable[InstanceRecord], canary: InstanceRecord, active: ActiveRecord | None
 ) -> InstanceRecord | None:
-    """An instance that runs the active version, if the drift is to be measured. Raises ProbeFailed without one."""
+    """An instance that runs the active version, if the drift is to be measured. Raises ServerError without one."""
     if settings.max_logprob_drift is None or active is None:
         return None
     for other in fleet:
         if other.id != canary.id and other.active_version == active.version and other.state in SERVING:
             return other
-    raise ProbeFailed(
+    raise ServerError(
         f"no other instance runs version {active.version}, so the drift cannot be measured: run two or more instances, "
         "or leave out --max-logprob-drift"
     )
@@ -207,7 +203,7 @@ def _reference(
 def _require_finite(prompt: ProbePrompt, logprobs: list[float]) -> None:
     odd = [value for value in logprobs if not isinstance(value, int | float) or not math.isfinite(value)]
     if odd:
-        raise ProbeFailed(f"prompt {prompt.name} was answered with a log-probability of {odd[0]}")
+        raise ServerError(f"prompt {prompt.name} was answered with a log-probability of {odd[0]}")
 
 
 MAX_TOKENS = 1024

@@ -16,14 +16,15 @@ from typing import Final
 from server.answers.desk import Desk, about_of
 from server.answers.feedback import Feedback
 from server.answers.measures import Pattern, measure
-from server.answers.parse import Answer, Unreadable, parse
+from server.answers.parse import Answer, parse
+from server.errors import ServerError
 from server.gateway.access.keys import Principal
 from server.gateway.config import NamedSettings
 from server.gateway.fleet.shadow import Repeated, Shadows
 from server.gateway.release.evidence import Observer, needs_text
 from server.gateway.release.policy import SCORED, Policy, searched
 from server.gateway.release.records import Kind
-from server.gateway.release.scoring import RewardClient, ScoringFailed, needed
+from server.gateway.release.scoring import RewardClient, needed
 
 log: Final = logging.getLogger("hotswap.gateway")
 
@@ -136,7 +137,7 @@ class AnswerReader:
         try:
             about = about_of(repeated.finished, capture.principal)
             answer = parse(capture.body, b"".join(capture.pieces), about)
-        except Unreadable as error:
+        except ValueError as error:
             log.warning("a shadow answer cannot be read: %s", error)
             return
         finally:
@@ -168,7 +169,7 @@ class AnswerReader:
                         await rewards.score(name, reward, prompt, choice.text, expected, extra)
                         for choice in answer.choices
                     ]
-                except ScoringFailed as error:
+                except ServerError as error:
                     self._observer.lose(metric, str(error))
                     continue
                 mean = sum(scores) / len(scores)

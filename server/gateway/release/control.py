@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from server.errors import ServerError
 from server.gateway.config import NamedSettings
 from server.gateway.release.policy import Policy
 from server.gateway.release.progress import Share
 from server.gateway.release.records import ReleaseRecord
-from server.gateway.release.scoring import Evaluator, RewardClient, ScoringFailed
+from server.gateway.release.scoring import Evaluator, RewardClient
 from weightsync.control import placement
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
@@ -95,7 +96,7 @@ class FleetControl:
 
         candidate = self._instance_of(record.version)
         if candidate is None:
-            raise ScoringFailed(f"no instance runs version {record.version}")
+            raise ServerError(f"no instance runs version {record.version}")
         verify = self._tls.client_context() if self._tls is not None else True
         async with httpx.AsyncClient(verify=verify, trust_env=False) as client:
             evaluator = Evaluator(client, RewardClient(client, self._named), self._model, policy)

@@ -31,10 +31,6 @@ ANSWER_S: Final = 300.0
 MOST: Final = 10_000  # questions of one set
 
 
-class ScoringFailed(ServerError):
-    """An answer has no score; the message says why."""
-
-
 class Question(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One line of an evaluation set."""
 
@@ -59,7 +55,7 @@ class RewardClient:
     async def score(
         self, name: str, reward: Reward, prompt: str, answer: str, expected: str, extra: Mapping[str, Any]
     ) -> float:
-        """The score by the reward called `name`. Raises ScoringFailed."""
+        """The score by the reward called `name`. Raises ServerError."""
         import httpx
 
         body = {"prompt": prompt, "answer": answer, "expected": expected, "extra": dict(extra), "rewards": [name]}
@@ -68,15 +64,15 @@ class RewardClient:
             said = await self._client.post(url, json=body, headers=headers, timeout=reward.timeout_s)
             found = said.json()
             if said.status_code != 200:
-                raise ScoringFailed(f"reward {name}: {found['error']['message']}")
+                raise ServerError(f"reward {name}: {found['error']['message']}")
             if name in found["scores"]:
                 return float(found["scores"][name])
-            raise ScoringFailed(f"reward {name} failed: {found['failures'][name]}")
+            raise ServerError(f"reward {name} failed: {found['failures'][name]}")
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
-            raise ScoringFailed(f"reward {name}: its server does not answer ({why})") from error
+            raise ServerError(f"reward {name}: its server does not answer ({why})") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise ScoringFailed(f"reward {name}: its server does not answer as a reward server does") from error
+            raise ServerError(f"reward {name}: its server does not answer as a reward server does") from error
 
     def _server(self, name: str) -> tuple[str, dict[str, str]]:
         if name not in self._servers:
@@ -84,7 +80,7 @@ class RewardClient:
                 url, file = self.named.find("--reward", name), self.named.of("--reward-key").get(name)
                 headers = {"authorization": f"Bearer {read_private(Path(file)).strip()}"} if file is not None else {}
             except ConfigError as error:
-                raise ScoringFailed(f"reward {name}: {error}") from error
+                raise ServerError(f"reward {name}: {error}") from error
             self._servers[name] = f"{url.rstrip('/')}/score", headers
         return self._servers[name]
 
@@ -137,7 +133,7 @@ class Evaluator:
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT))
 
     async def verdict(self, candidate: InstanceRecord, stable: InstanceRecord | None) -> str:
-        """Why the candidate does not pass; "" if it does. Raises ScoringFailed, ConfigError."""
+        """Why the candidate does not pass; "" if it does. Raises ServerError."""
         problems = [await self._of(evaluation, candidate, stable) for evaluation in self.policy.evaluation]
         return "; ".join(problem for problem in problems if problem)
 
@@ -150,7 +146,7 @@ class Evaluator:
         if evaluation.max_decrease is None:
             return ""
         if stable is None:
-            raise ScoringFailed(f"{what}: no instance runs the stable version, so there is nothing to compare with")
+            raise ServerError(f"{what}: no instance runs the stable version, so there is nothing to compare with")
         before = await self._mean(evaluation, questions, stable)
         if mean < before - evaluation.max_decrease:
             return f"{what} {mean:.4g}, and {before:.4g} of the stable version: over {evaluation.max_decrease:g} less"
@@ -188,11 +184,11 @@ class Evaluator:
         try:
             said = await self.client.post(url, json=body, headers=headers, timeout=ANSWER_S)
             if said.status_code != 200:
-                raise ScoringFailed(f"instance {instance.id} answers with status {said.status_code}: {said.text[:200]}")
+                raise ServerError(f"instance {instance.id} answers with status {said.status_code}: {said.text[:200]}")
             choices = said.json()["choices"]
             return [str((choice["message"]["content"] or "") if chat else choice["text"]) for choice in choices]
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
-            raise ScoringFailed(f"instance {instance.id} does not answer ({why})") from error
+            raise ServerError(f"instance {instance.id} does not answer ({why})") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise ScoringFailed(f"instance {instance.id} gave an answer that cannot be read ({error!r})") from error
+            raise ServerError(f"instance {instance.id} gave an answer that cannot be read ({error!r})") from error

@@ -16,6 +16,8 @@ from typing import Any
 
 import orjson
 
+from server.instance.inflight import Problem
+
 MOST_BYTES = 64 << 10  # of a schema, pattern or grammar, and of all choices together
 MOST_CHOICES = 1000
 MOST_NODES, MOST_DEPTH = 5000, 48  # of a schema
@@ -28,12 +30,8 @@ _COUNTS = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d+)?\s*)?\}")
 _WORD = re.compile(r"\s*(?:\(\s*)*([A-Za-z_][\w-]*)")
 
 
-class TooMuch(Exception):
-    """A bound is exceeded; the message says which."""
-
-
 def check(asked: Any) -> None:
-    """Look at vLLM's `StructuredOutputsParams`. Raises TooMuch."""
+    """Look at vLLM's `StructuredOutputsParams`. Raises Problem."""
     if asked.choice is not None:
         _check_choices(asked.choice)
     for pattern in (asked.regex, asked.whitespace_pattern):
@@ -48,20 +46,20 @@ def check(asked: Any) -> None:
 
 def _check_choices(choices: list[str]) -> None:
     if len(choices) > MOST_CHOICES:
-        raise TooMuch(f"{len(choices)} choices; send {MOST_CHOICES} at most")
+        raise Problem(f"{len(choices)} choices; send {MOST_CHOICES} at most")
     _check_bytes("choices", sum(len(choice.encode("utf-8", "replace")) for choice in choices))
 
 
 def _check_bytes(what: str, nbytes: int) -> None:
     if nbytes > MOST_BYTES:
-        raise TooMuch(f"{what} of {nbytes} bytes; send {MOST_BYTES} at most")
+        raise Problem(f"{what} of {nbytes} bytes; send {MOST_BYTES} at most")
 
 
 # JSON schemas, and structural tags, which hold schemas ---------------------------------------------------------------
 
 
 def check_schema(schema: str | Mapping[str, Any]) -> None:
-    """Raises TooMuch. Text that is no JSON is left to vLLM, which says so."""
+    """Raises Problem. Text that is no JSON is left to vLLM, which says so."""
     try:
         text = schema.encode("utf-8", "replace") if isinstance(schema, str) else orjson.dumps(schema)
         _check_bytes("a schema", len(text))
@@ -76,9 +74,9 @@ def check_schema(schema: str | Mapping[str, Any]) -> None:
         node, depth, repeats = left.pop()
         nodes += 1
         if nodes > MOST_NODES:
-            raise TooMuch(f"a schema of more than {MOST_NODES} objects and lists; send a simpler one")
+            raise Problem(f"a schema of more than {MOST_NODES} objects and lists; send a simpler one")
         if depth > MOST_DEPTH:
-            raise TooMuch(f"a schema nested more than {MOST_DEPTH} deep; send a flatter one")
+            raise Problem(f"a schema nested more than {MOST_DEPTH} deep; send a flatter one")
         if isinstance(node, dict):
             repeats = _check_node(root, node, repeats)
         children = node.values() if isinstance(node, dict) else node
@@ -91,7 +89,7 @@ def _check_node(root: Mapping[str, Any], node: Mapping[str, Any], repeats: int) 
     _check_repeats(inner, "items")
     _check_repeats(repeats * max(1, *(_number(node.get(name)) for name in CHARACTERS)), "characters")
     if isinstance(node.get("enum"), list) and len(node["enum"]) > MOST_CHOICES:
-        raise TooMuch(f"an enum of {len(node['enum'])} values; send {MOST_CHOICES} at most")
+        raise Problem(f"an enum of {len(node['enum'])} values; send {MOST_CHOICES} at most")
     if isinstance(node.get("pattern"), str):
         check_pattern(node["pattern"], repeats)
     if isinstance(node.get("$ref"), str):
@@ -100,11 +98,11 @@ def _check_node(root: Mapping[str, Any], node: Mapping[str, Any], repeats: int) 
 
 
 def _follow(root: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-    """Raises TooMuch for a reference that leads back to itself with nothing to read on the way."""
+    """Raises Problem for a reference that leads back to itself with nothing to read on the way."""
     seen = set()
     while isinstance(reference := node.get("$ref"), str) and reference.startswith("#"):
         if reference in seen:
-            raise TooMuch(f"the reference {reference[:80]!r} leads only to itself; let it reach a type")
+            raise Problem(f"the reference {reference[:80]!r} leads only to itself; let it reach a type")
         seen.add(reference)
         found: Any = root
         for name in filter(None, reference[1:].split("/")):
@@ -120,14 +118,14 @@ def _number(value: object) -> int:
 
 def _check_repeats(count: int, what: str) -> None:
     if count > MOST_REPEATS:
-        raise TooMuch(f"{what} repeated {count} times, over all repetitions they stand in; send {MOST_REPEATS} at most")
+        raise Problem(f"{what} repeated {count} times, over all repetitions they stand in; send {MOST_REPEATS} at most")
 
 
 # patterns ------------------------------------------------------------------------------------------------------------
 
 
 def check_pattern(pattern: str, repeats: int = 1) -> None:
-    """A regular expression that stands where things are repeated so often. Raises TooMuch."""
+    """A regular expression that stands where things are repeated so often. Raises Problem."""
     _check_bytes("a pattern", len(pattern.encode("utf-8", "replace")))
     try:
         with warnings.catch_warnings():
@@ -173,7 +171,7 @@ def _counts(text: str) -> Iterator[int]:
 
 
 def check_grammar(grammar: str) -> None:
-    """Raises TooMuch: it is too long, repeats too often, or has a rule that begins with itself."""
+    """Raises Problem: it is too long, repeats too often, or has a rule that begins with itself."""
     _check_bytes("a grammar", len(grammar.encode("utf-8", "replace")))
     bare = _SET_OR_TEXT.sub("''", grammar)
     repeats = 1
@@ -188,7 +186,7 @@ def check_grammar(grammar: str) -> None:
         first.setdefault(rule[1], set()).update(m[1] for part in body.split("|") if (m := _WORD.match(part)))
     for name in first:
         if name in _reached(first, name):
-            raise TooMuch(f"the rule {name[:80]!r} begins with itself; write it with a repetition instead")
+            raise Problem(f"the rule {name[:80]!r} begins with itself; write it with a repetition instead")
 
 
 def _reached(first: Mapping[str, set[str]], name: str) -> set[str]:

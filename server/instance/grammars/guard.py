@@ -73,7 +73,7 @@ def _check_bounds(asked: Any) -> None:
         return
     try:
         bounds.check(asked)
-    except bounds.TooMuch as problem:
+    except Problem as problem:
         _refuse(refused(str(problem)))
 
 
@@ -83,7 +83,7 @@ def _check_tool(tool: Any) -> None:
     if isinstance(parameters, dict):
         try:
             bounds.check_schema(parameters)
-        except bounds.TooMuch as problem:
+        except Problem as problem:
             _refuse(refused(f"a tool's parameters: {problem}"))
 
 

@@ -16,7 +16,7 @@ from server.errors import CliError, ConfigError
 from server.follow import sources
 from server.follow.config import FollowConfig
 from server.follow.opening import open_source
-from server.follow.sources import BadCheckpoint, Candidate, FollowError, Source, lacking, verify
+from server.follow.sources import BAD, Candidate, FollowError, Source, lacking, verify
 from server.follow.state import KEPT, Current, FollowState, StateFile
 from tests.server.follow.checkpoints import write
 from weightsync.publish.checkpoint import INDEX, Checkpoint
@@ -147,33 +147,38 @@ def test_whether_all_files_are_there(files: list[str], problem: str) -> None:
     assert problem in said
 
 
+def bad(match: str) -> pytest.RaisesExc[FollowError]:
+    """Inside, a checkpoint is refused for good."""
+    return pytest.raises(FollowError, match=match, check=lambda error: error.code == BAD)
+
+
 def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
     verify(write(tmp_path / "good", shards=2, sums=True), "config.json")
     cut = write(tmp_path / "cut") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
-    with pytest.raises(BadCheckpoint, match="cut off"):
+    with bad("cut off"):
         verify(cut.parent, "config.json")
     (write(tmp_path / "config") / "config.json").write_text("{")
-    with pytest.raises(BadCheckpoint, match="not JSON"):
+    with bad("not JSON"):
         verify(tmp_path / "config", "config.json")
 
 
 def test_sums_are_held_against_the_files(tmp_path: Path) -> None:
     home = write(tmp_path / "sums", 1.0, sums=True)
     write(home, 2.0)
-    with pytest.raises(BadCheckpoint, match=r"has SHA-256 .*, and should have"):
+    with bad(r"has SHA-256 .*, and should have"):
         verify(home, "config.json")
     listed = home / "SHA256SUMS"
     listed.write_text("".join(line for line in listed.read_text().splitlines(True) if "safetensors" not in line))
-    with pytest.raises(BadCheckpoint, match=r"does not name model\.safetensors"):
+    with bad(r"does not name model\.safetensors"):
         verify(home, "config.json")
     listed.unlink()
     beside = home / "model.safetensors.sha256"
     beside.write_text("0" * 64 + "\n")
-    with pytest.raises(BadCheckpoint, match="should have 0000"):
+    with bad("should have 0000"):
         verify(home, "config.json")
     beside.write_text("a sum\n")
-    with pytest.raises(BadCheckpoint, match="is no list of SHA-256 sums"):
+    with bad("is no list of SHA-256 sums"):
         verify(home, "config.json")
     beside.write_text(f"{sources._digest(home / 'model.safetensors').upper()} *elsewhere/model.safetensors\n")
     verify(home, "config.json")

@@ -16,9 +16,9 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from server.instance import requests
-from server.instance.grammars.bounds import MOST_BYTES, MOST_CHOICES, MOST_DEPTH, MOST_NODES, TooMuch, check
+from server.instance.grammars.bounds import MOST_BYTES, MOST_CHOICES, MOST_DEPTH, MOST_NODES, check
 from server.instance.grammars.guard import bounded
-from server.instance.inflight import Inflight
+from server.instance.inflight import Inflight, Problem
 from server.instance.provenance import Trace, current_trace, traced
 from server.instance.requests import MOST_SEQUENCES, MOST_TEXT, bound_renderer, bound_scoring, bounded_scores, known_ids
 
@@ -272,7 +272,7 @@ USUAL: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("asked", "says"), TOO_MUCH)
 def test_what_explodes_is_refused(asked: dict[str, Any], says: str) -> None:
-    with pytest.raises(TooMuch, match=says):
+    with pytest.raises(Problem, match=says):
         check(StructuredOutputsParams(**asked))
 
 
@@ -289,14 +289,14 @@ def test_a_schema_may_be_as_large_and_as_deep_as_the_bounds() -> None:
     for schema in (deep, wide):
         check(StructuredOutputsParams(json=schema))
     for schema in ({"not": deep}, {"anyOf": [*wide["anyOf"], {}]}):
-        with pytest.raises(TooMuch):
+        with pytest.raises(Problem):
             check(StructuredOutputsParams(json=schema))
 
 
 @given(st.text(alphabet="ab(){}[]|*+?,0123456789\\^$.:=<>!-# \n\"'", max_size=200))
 def test_any_text_is_judged(text: str) -> None:
     for asked in ({"regex": text or "a"}, {"grammar": text or "a"}, {"json": text or "a"}, {"structural_tag": text}):
-        with contextlib.suppress(TooMuch):
+        with contextlib.suppress(Problem):
             check(StructuredOutputsParams(**asked))
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from server.errors import ConfigError
-from server.instance.engine import EngineDied
 from server.instance.hosts import Tethers, check_hosts, check_nodes, located, placed
 from server.instance.slices import Reads, Saying, joined_reads
 from tests.cluster_tls import Authority
@@ -173,7 +172,7 @@ async def test_a_worker_that_ends_is_named_in_the_error_of_each_call(
         flip = call == "flip"
         waiting = asyncio.create_task(engine.commit(2, 2, False) if flip else engine.drop(2, previous=True))
         process.kill()
-        with pytest.raises(EngineDied, match="rank 1 on host b has ended"):
+        with refused("engine_died", match="rank 1 on host b has ended"):
             await asyncio.wait_for(waiting, WAIT_S)
         assert engine.dead
         await asyncio.wait_for(engine.died(), WAIT_S)

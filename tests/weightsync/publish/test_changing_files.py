@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from server.follow.sources import BadCheckpoint, verify
+from server.follow.sources import FollowError, verify
 from tests.weightsync.tensors import model, save_safetensors
 from trainer.errors import ModelError
 from trainer.megatron.hf_files import HfTensors
@@ -102,7 +102,7 @@ READERS: dict[str, tuple[Callable[[Path, str], None], Any, str, type[Exception]]
     "push": (push_it, os, "preadv", CheckpointError),
     "push-adapter": (push_adapter, os, "preadv", CheckpointError),
     "glance": (glance, os, "pread", CheckpointError),
-    "follow": (follow, hashlib, "file_digest", BadCheckpoint),
+    "follow": (follow, hashlib, "file_digest", FollowError),
     "quantize": (quantize, safetensors.torch, "load_file", CheckpointError),
     "train": (train, os, "fstat", ModelError),
 }

@@ -13,7 +13,7 @@ import pytest
 
 from loadtest.simulation.clock import Clock, simulated
 from loadtest.simulation.store import Client, ModelStore
-from server.errors import ConfigError
+from server.errors import ConfigError, ServerError
 from server.gateway.access.records import By
 from server.gateway.observe.stats import Finished
 from server.gateway.release.evidence import Observer, Watched, summed
@@ -22,7 +22,6 @@ from server.gateway.release.policy import Policy, parse
 from server.gateway.release.progress import Commit, Evaluate, Share, Split, Wait, World, Write, advance
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from server.gateway.release.runner import Releases
-from server.gateway.release.scoring import ScoringFailed
 from server.gateway.release.statistics import Tally
 from server.gateway.wire.bodies import Usage
 from tests.server.refusals import refuses
@@ -185,7 +184,7 @@ class FakeFleet:
 
     async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
         if "evaluate" in self.refuses:
-            raise ScoringFailed("nobody scores")
+            raise ServerError("nobody scores")
         self.done.append("evaluate")
         return self.verdict
 

@@ -10,13 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from server.errors import ConfigError
+from server.errors import ConfigError, ServerError
 from server.gateway.config import NamedSettings
 from server.gateway.release.policy import Reward, parse
 from server.gateway.release.scoring import (
     Evaluator,
     RewardClient,
-    ScoringFailed,
     needed,
     read_set,
 )
@@ -98,7 +97,7 @@ async def test_it_is_compared_with_the_stable_version(reward_server: str, instan
     assert await worse.verdict(CANDIDATE, STABLE) == "sums: math 0, and 1 of the stable version: over 0.5 less"
     same = evaluator(instances.client, reward_server, tmp_path, OFF_BY_ONE, max_decrease=0.0)
     assert await same.verdict(CANDIDATE, STABLE) == ""
-    with pytest.raises(ScoringFailed, match="nothing to compare"):
+    with pytest.raises(ServerError, match="nothing to compare"):
         await same.verdict(CANDIDATE, None)
 
 
@@ -114,7 +113,7 @@ async def test_a_candidate_that_does_not_answer_has_no_verdict(
     fault: httpx.Response, said: str, instances: Instances, tmp_path: Path
 ) -> None:
     instances.faults["new"] = fault
-    with pytest.raises(ScoringFailed, match=said):
+    with pytest.raises(ServerError, match=said):
         await evaluator(instances.client, "http://127.0.0.1:1", tmp_path, SUMS, min=0.5).verdict(CANDIDATE, None)
 
 
@@ -127,7 +126,7 @@ async def test_an_answer_without_a_score_says_why(reward_server: str) -> None:
             ("other", reward_server, "no --reward other=.*another \\(math, luck\\)"),
         ):
             rewards = RewardClient(client, NamedSettings(reward=(f"math={url}", f"luck={url}")))
-            with pytest.raises(ScoringFailed, match=said):
+            with pytest.raises(ServerError, match=said):
                 await rewards.score(name, Reward(), "1+1=", "2", "2", {})
 
 
@@ -142,7 +141,7 @@ async def test_the_key_of_a_reward_is_read_from_a_private_file(tmp_path: Path) -
     named = NamedSettings(reward=("math=http://r", "open=http://r/"), reward_key=(f"math={file}",))
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         file.chmod(0o644)
-        with pytest.raises(ScoringFailed, match="chmod 600"):
+        with pytest.raises(ServerError, match="chmod 600"):
             await RewardClient(client, named).score("math", Reward(), "1+1=", "2", "2", {})
         file.chmod(0o600)
         rewards = RewardClient(client, named)
