@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.control.chain import ARCHIVED, HEAD, PREFIX, ArchiveRecord, HeadRecord, LedgerEntry, entry_key, numbered
-from weightsync.errors import Conflict, LedgerUnavailable, RecordError, record_refused
+from weightsync.errors import Conflict, RecordError, ledger_unavailable, record_refused
 from weightsync.store import MISSING, KeyValue, Store
 
 KEPT = 2000  # newest entries that stay in the store
@@ -52,7 +52,7 @@ class Held:
 
     def blocks(self, place: str = "") -> Iterator[tuple[range, Mapping[int, list[bytes]]]]:
         """All entries, a file at a time, then those of the store alone; an entry in both is there twice. `place`: where
-        the files are, if not where they were written. Raises LedgerUnavailable."""
+        the files are, if not where they were written. Raises WeightSyncError."""
         moved = self.archived
         for start in range(moved.dropped + 1, moved.number + 1, FILE):
             numbers = range(start, start + FILE)
@@ -83,7 +83,7 @@ class Verdict:
 async def verify(store: Store, place: str = "", anchor: str | None = None) -> Verdict:
     """Read the whole chain. `anchor`: a NUMBER:DIGEST noted before, which it must still have.
 
-    Raises StoreUnavailable, LedgerUnavailable (files cannot be read), RecordError (the head cannot).
+    Raises StoreUnavailable, WeightSyncError (files cannot be read), RecordError (the head cannot).
     """
     held = await Held.read(store)
     noted = _parsed(anchor) if anchor is not None else None
@@ -138,7 +138,7 @@ def _parsed(anchor: str) -> HeadRecord:
 
 
 async def export(store: Store, place: str = "", since: int = 1) -> AsyncIterator[bytes]:
-    """The entries as they were written, JSON each, oldest first. Raises LedgerUnavailable, StoreUnavailable."""
+    """The entries as they were written, JSON each, oldest first. Raises WeightSyncError, StoreUnavailable."""
     for numbers, found in (await Held.read(store)).blocks(place):
         for number in numbers:
             if number >= since and number in found:
@@ -149,7 +149,7 @@ async def archive(store: Store, where: str = "", *, kept: int | None = None) -> 
     """Move all but the newest `kept` (default: KEPT) out of the store, a file of FILE entries at a time; returns how
     many left. With no place they are dropped. A chain that does not fit is left as it is.
 
-    Raises LedgerUnavailable, StoreUnavailable.
+    Raises WeightSyncError, StoreUnavailable.
     """
     found = await store.get(ARCHIVED)
     held = await Held.read(store)
@@ -157,14 +157,14 @@ async def archive(store: Store, where: str = "", *, kept: int | None = None) -> 
     where = where or done.where
     last_file = range(done.number - FILE + 1, done.number + 1)
     if done.number > done.dropped and where != done.where and _read_file(where, last_file) is None:
-        raise LedgerUnavailable(where, f"older entries are in {done.where}: move those files there first")
+        raise ledger_unavailable(where, f"older entries are in {done.where}: move those files there first")
     while held.head.number - done.number >= (KEPT if kept is None else kept) + FILE:
         numbers = range(done.number + 1, done.number + FILE + 1)
         last = HeadRecord(done.number, done.digest)
         for number in numbers:
             last, wrong = _next(last, number, [held.entries[number]] if number in held.entries else [], held)
             if wrong:
-                raise LedgerUnavailable(f"entry {number} of the ledger", f"{wrong}; run `hotswap ledger verify`")
+                raise ledger_unavailable(f"entry {number} of the ledger", f"{wrong}; run `hotswap ledger verify`")
         if where:
             _write(where, numbers, b"".join(held.entries[number] + b"\n" for number in numbers))
             done = replace(done, number=last.number, digest=last.digest, where=where)
@@ -187,11 +187,11 @@ def _name(numbers: range) -> str:
 
 
 def _write(where: str, numbers: range, data: bytes) -> None:
-    """The whole file or none; a file of before with other entries is not overwritten. Raises LedgerUnavailable."""
+    """The whole file or none; a file of before with other entries is not overwritten. Raises WeightSyncError."""
     name = _name(numbers)
     try:
         if (there := _read(where, name)) is not None and there != data:
-            raise LedgerUnavailable(f"{where}/{name}", "it holds other entries: archive this ledger elsewhere")
+            raise ledger_unavailable(f"{where}/{name}", "it holds other entries: archive this ledger elsewhere")
         if "://" not in where:
             directory = Path(where)
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -207,7 +207,7 @@ def _write(where: str, numbers: range, data: bytes) -> None:
         files.makedirs(path, exist_ok=True)
         files.pipe_file(f"{path}/{name}", data)
     except OSError as error:
-        raise LedgerUnavailable(f"{where}/{name}", f"it cannot be written ({error})") from error
+        raise ledger_unavailable(f"{where}/{name}", f"it cannot be written ({error})") from error
 
 
 def _read(where: str, name: str) -> bytes | None:
@@ -228,14 +228,14 @@ def _remote(where: str) -> tuple[Any, str]:
 
         return url_to_fs(where)  # type: ignore[no-any-return]
     except (ImportError, ValueError) as error:
-        raise LedgerUnavailable(
+        raise ledger_unavailable(
             where, f"it cannot be opened ({error}): name a directory, or a URL of fsspec's"
         ) from error
 
 
 def _read_file(where: str, numbers: range) -> bytes | None:
-    """None when it is not there. Raises LedgerUnavailable."""
+    """None when it is not there. Raises WeightSyncError."""
     try:
         return _read(where, _name(numbers))
     except OSError as error:
-        raise LedgerUnavailable(f"{where}/{_name(numbers)}", f"it cannot be read ({error})") from error
+        raise ledger_unavailable(f"{where}/{_name(numbers)}", f"it cannot be read ({error})") from error

@@ -50,7 +50,7 @@ from tests.packages import unpacked
 from tests.server.gateway.fleet.test_routing import Seen
 from weightsync import Publisher
 from weightsync.adapters.trl import CLIENT
-from weightsync.errors import ArenaFull, WeightSyncError, unsupported_vllm
+from weightsync.errors import WeightSyncError, arena_full, unsupported_vllm
 from weightsync.vllm_engine.gpus import Gpus
 from weightsync.vllm_engine.releases import VLLM_VERSIONS
 
@@ -247,7 +247,7 @@ def told_of_a_start() -> dict[str, str]:
         "Another release of vLLM": str(unsupported_vllm("0.34.0", VLLM_VERSIONS)),
         "torchvision of another torch": NO_VISION,
         "No GPU, or too few": f"{unseen}\n{few}",
-        "Shared memory is full": str(ArenaFull("/dev/shm", 16_060_522_496, 64 << 20)),
+        "Shared memory is full": str(arena_full("/dev/shm", 16_060_522_496, 64 << 20)),
     }
 
 

@@ -43,7 +43,7 @@ from weightsync.bucket.carrier import Carrier, Outcome
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.hosts import local_path
 from weightsync.control.parts import BASE, Adapter, part_of
-from weightsync.errors import ArenaError, BucketError, StalePublisher, UnknownModel, WeightSyncError
+from weightsync.errors import ArenaError, BucketError, StalePublisher, WeightSyncError
 from weightsync.format.manifest import Schema
 from weightsync.memory.arena import DEFAULT_ROOT
 from weightsync.store import SyncStore
@@ -142,9 +142,11 @@ class WeightPublisher:
         """A run that this one replaces publishes no more. Raises ConfigError for a model that is likely mistyped."""
         try:
             self._publisher.hold()
-        except UnknownModel as error:
+        except weightsync.PublishError as error:
+            if error.code != "unknown_model":
+                raise
             advice = "Write a served model's name, or set publish.new_model for the first version of a new one"
-            raise ConfigError("publish.model", error.problem, advice) from error
+            raise ConfigError("publish.model", vars(error)["problem"], advice) from error
 
     def _open_carrier(self) -> Carrier | None:
         """Raises ConfigError for a bucket that cannot be written."""

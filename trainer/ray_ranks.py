@@ -24,7 +24,7 @@ from trainer.launch import RUN_DIR_ENV
 from trainer.rendezvous import listening_store
 from weightsync import ray_cluster
 from weightsync.control.hosts import LOOPBACK_VARIABLES
-from weightsync.errors import RayUnavailable
+from weightsync.errors import WeightSyncError
 from weightsync.ray_cluster import Group, NodeProcess
 from weightsync.tls import is_loopback
 
@@ -42,7 +42,7 @@ def launch(arguments: Sequence[str], config: TrainerConfig, address: str, bundle
     try:
         node = ray_cluster.connect(address)
         resources = ray_cluster.parse_bundle(bundle) if bundle is not None else _resources()
-    except RayUnavailable as error:
+    except WeightSyncError as error:
         raise ConfigError("", str(error).rstrip("."), "No rank was started") from error
     except ValueError as error:
         raise ConfigError("--ray-bundle", str(error), "Write it as CPU=8,GPU=1") from error

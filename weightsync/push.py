@@ -37,11 +37,11 @@ from weightsync.control.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.control.records import VersionRecord
 from weightsync.errors import (
     CheckpointError,
-    DeltaError,
     ManifestError,
     PublishError,
     SlotBusy,
     WeightSyncError,
+    delta_error,
     unknown_base,
 )
 from weightsync.format import fingerprint
@@ -69,12 +69,12 @@ def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str, ont
     Parts that the version does not bring come from version `onto`, as in `Publisher.publish`.
 
     The publisher holds its lineage, so of two processes that were given one upload only the later can commit, and it
-    looks here first. Raises DeltaError, TensorError, and what `Publisher.begin_all` raises.
+    looks here first. Raises PublishError, and what `Publisher.begin_all` raises.
     """
     reader = DeltaReader(stream)
     header = reader.header
     if header.model != publisher.model:
-        raise DeltaError(f"it is for model {header.model!r}, this server has {publisher.model!r}")
+        raise delta_error(f"it is for model {header.model!r}, this server has {publisher.model!r}")
     if (made := _made_before(publisher, upload_id)) is not None:
         return Applied(made, 0, duplicate=True)
     base = header.base.version if header.base is not None else None
@@ -92,7 +92,7 @@ def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str, ont
 
 @contextlib.contextmanager
 def _base_slot(publisher: Publisher, header: DeltaHeader) -> Iterator[SlotReader | None]:
-    """The slot of the base, held against reuse for as long as it is read. Raises DeltaError."""
+    """The slot of the base, held against reuse for as long as it is read. Raises PublishError."""
     wanted = header.base
     if wanted is None:
         yield None
@@ -263,7 +263,7 @@ def push_delta(
     """Publish the version that `stream` holds (publish/delta.py); returns its number. `done` as in `push`, `onto` as in
     `publish_delta`.
 
-    Raises DeltaError, TensorError, and whatever `Publisher.begin` raises.
+    Raises PublishError, and whatever `Publisher.begin` raises.
     """
     done = {} if done is None else done
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
@@ -300,12 +300,12 @@ def _told(record: VersionRecord, seconds: float) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[BinaryIO]:
-    """Raises DeltaError."""
+    """Raises PublishError."""
     try:
         with open(0 if path == "-" else path, "rb", closefd=path != "-") as stream:
             yield stream
     except OSError as error:
-        raise DeltaError(f"{path} cannot be read ({error.strerror})") from error
+        raise delta_error(f"{path} cannot be read ({error.strerror})") from error
 
 
 def _named(argument: str) -> tuple[str, Path]:

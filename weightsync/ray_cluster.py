@@ -30,7 +30,7 @@ from typing import Any
 
 from weightsync.control.hosts import HOST_ENV
 from weightsync.dying import die_with
-from weightsync.errors import RayUnavailable
+from weightsync.errors import ray_unavailable
 
 ADDRESS = "{address of the node}"  # in an argument: where others reach the node
 STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
@@ -73,15 +73,15 @@ def parse_bundle(text: str) -> dict[str, float]:
 
 def connect(address: str) -> Node:
     """Join the cluster at `address` (`auto`: the one on this machine, or in RAY_ADDRESS) from one of its nodes; this
-    one. Raises RayUnavailable."""
+    one. Raises WeightSyncError."""
     try:
         import ray
     except ModuleNotFoundError:
-        raise RayUnavailable(
+        raise ray_unavailable(
             address, "the package ray is not installed", "Install the release that the cluster runs: pip install ray"
         ) from None
     if address.startswith("ray://"):
-        raise RayUnavailable(
+        raise ray_unavailable(
             address, "that is the address of a Ray client's server", "Run this on a node of the cluster, with `auto`"
         )
     handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
@@ -93,7 +93,7 @@ def connect(address: str) -> Node:
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         advice = "Start one with `ray start --head`, or give the HOST:PORT that it prints"
-        raise RayUnavailable(address, reason, advice) from error
+        raise ray_unavailable(address, reason, advice) from error
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray puts one of its own
@@ -121,7 +121,7 @@ def passed_on(env: Mapping[str, str], beginnings: tuple[str, ...], but: tuple[st
 
 
 class Group:
-    """A placement group, one bundle for each member. It waits for room without an end. Raises RayUnavailable."""
+    """A placement group, one bundle for each member. It waits for room without an end."""
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
         from ray.util.placement_group import placement_group

@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from weightsync.control.forms import differing, meaning
 from weightsync.control.parts import BASE, base_of
 from weightsync.control.records import PartRecord, VersionRecord
-from weightsync.errors import PublishError, SigningKeyError, version_refused
+from weightsync.errors import PublishError, signing_key_error, version_refused
 from weightsync.memory.receiver import SlotReader
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
@@ -49,14 +49,14 @@ class Signer:
     """Signs with the private key in a PEM file."""
 
     def __init__(self, path: Path | str) -> None:
-        """Raises SigningKeyError."""
+        """Raises WeightSyncError."""
         try:
             key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
         except (OSError, ValueError, TypeError) as error:
             problem = f"it cannot be read ({error}); name an unencrypted private key in PEM"
-            raise SigningKeyError(str(path), problem) from error
+            raise signing_key_error(str(path), problem) from error
         if not isinstance(key, ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey):
-            raise SigningKeyError(str(path), "it must be an Ed25519 or an elliptic curve key")
+            raise signing_key_error(str(path), "it must be an Ed25519 or an elliptic curve key")
         self._key: PrivateKey = key
         self.key_id = key_id(key.public_key())
 
@@ -90,7 +90,7 @@ class Trust:
     """The keys whose signatures count. Without any, everything is admitted."""
 
     def __init__(self, paths: Iterable[Path | str] = ()) -> None:
-        """Each file has one public key or one certificate, in PEM. Raises SigningKeyError."""
+        """Each file has one public key or one certificate, in PEM. Raises WeightSyncError."""
         self._keys = [_trusted(Path(path)) for path in paths]
 
     @property
@@ -198,9 +198,9 @@ def _trusted(path: Path) -> tuple[PublicKey, datetime.datetime, datetime.datetim
             key = serialization.load_pem_public_key(data)
     except (OSError, ValueError) as error:
         problem = f"it cannot be read ({error}); name a public key or a certificate in PEM"
-        raise SigningKeyError(str(path), problem) from error
+        raise signing_key_error(str(path), problem) from error
     if not isinstance(key, ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey):
-        raise SigningKeyError(str(path), "it must be an Ed25519 or an elliptic curve key")
+        raise signing_key_error(str(path), "it must be an Ed25519 or an elliptic curve key")
     return key, since, until
 
 

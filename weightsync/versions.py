@@ -149,7 +149,7 @@ def verify(store_url: str, model: str, version: int | None = None, *, trust: Ite
     """Check a version that is held on this host; without a number the active one. With `trust`, files of public keys or
     certificates, it must be signed by one of them.
 
-    Raises SwapError, StoreUnavailable, SigningKeyError.
+    Raises SwapError, StoreUnavailable, WeightSyncError.
     """
     from weightsync.signing import Trust, signers
 

@@ -30,6 +30,7 @@ from loadtest.gpu_day.stack import DTYPE, Part, Shape, Stack, parts
 from loadtest.models.mapped_memory import HostDriver
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
+from weightsync.errors import EngineError
 from weightsync.format.fingerprint import combine
 from weightsync.store import SyncStore
 from weightsync.vllm_engine.device.cuda import PIECE_NBYTES, CopyGeneration, Cuda, Ring
@@ -38,7 +39,7 @@ from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.device.room import MOST_COPIES
 from weightsync.vllm_engine.model.layout import plan_layout
-from weightsync.vllm_engine.model.placement import UnsupportedModelError, pair_parameters
+from weightsync.vllm_engine.model.placement import pair_parameters
 from weightsync.vllm_engine.model.processing import Change
 from weightsync.vllm_engine.staging import stager as stagers
 from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, Piece
@@ -134,7 +135,7 @@ def placed(live: nn.Module, device: Device, way: str, copies: int = MOST_COPIES)
     else:
         try:
             place = Remap(device.torch, copies=copies, driver=None if device.cuda else HostDriver())
-        except UnsupportedModelError as error:
+        except EngineError as error:
             raise Skipped(str(error)) from None
     with without_vllm():
         place.reserve(live)

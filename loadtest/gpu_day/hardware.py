@@ -28,10 +28,10 @@ from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Stack
 from loadtest.measure.machine import machine, memcpy_gbps
+from weightsync.errors import EngineError
 from weightsync.format.manifest import digest_of
 from weightsync.memory.pinned import forget_error
 from weightsync.vllm_engine.device.mapping import CudaDriver, Memory, Range
-from weightsync.vllm_engine.model.placement import UnsupportedModelError
 
 NEEDED = ("numpy", "torch", "xxhash", "orjson")  # by the phases without vLLM
 WANTED = (
@@ -306,7 +306,7 @@ def remap(report: Report, device: Device, small: bool) -> None:
         raise Skipped("addresses are remapped on CUDA alone")
     try:
         driver = CudaDriver(device.torch)
-    except UnsupportedModelError as error:
+    except EngineError as error:
         raise Skipped(str(error)) from None
     gib = min(HANDLES, int(device.free_nbytes() * 0.4) // GIB)
     for handles in (gib, 1):

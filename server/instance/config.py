@@ -225,10 +225,10 @@ def vllm_parser() -> Any:
 
 def _check_trust(paths: tuple[Path, ...]) -> None:
     """Raises ConfigError for what is no key."""
-    from weightsync.errors import SigningKeyError
+    from weightsync.errors import WeightSyncError
     from weightsync.signing import Trust
 
     try:
         Trust(paths)
-    except SigningKeyError as error:
+    except WeightSyncError as error:
         raise ConfigError(f"--trust {error}.") from error

@@ -17,7 +17,6 @@ from server.instance.grammars.guard import Backend, bounded, bounded_parser, tri
 from server.instance.grammars.trials import DEFAULT, Limits, Trials
 from server.instance.hosts import (
     Places,
-    RankFailed,
     Ranks,
     Tethers,
     check_hosts,
@@ -35,7 +34,7 @@ from server.instance.routed_experts import Recording
 from server.instance.slices import Reads, joined_reads
 from weightsync.control.parts import LORA, LORA_URL, combined
 from weightsync.control.records import DeviceRecord, VersionRecord
-from weightsync.errors import EngineError, WeightSyncError
+from weightsync.errors import EngineError
 from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.engine_core.prefixes import Changes
 
@@ -115,7 +114,7 @@ class Engine:
         )
 
     async def reads(self, schema: list[list[Any]]) -> Reads | None:
-        """The tensors of versions with this schema that each host's ranks read; None: not all say. Raises RankFailed,
+        """The tensors of versions with this schema that each host's ranks read; None: not all say. Raises
         EngineError."""
         (answers,) = await self._answer(self._ranks.workers("hotswap_reads", schema))
         return joined_reads(schema, self.hosts, answers)
@@ -128,7 +127,7 @@ class Engine:
         `places`: where `version` is on each host; `unread`: the tensors that no rank reads. "fingerprint" in the report
         is that of what all workers built ("" if they cannot say). Cancelled, it ends when every worker has stopped, and
         none offers `version` as staged. Raises EngineError, with the worker's own code and the tensor to blame when a
-        worker refuses the version, and RankFailed.
+        worker refuses the version.
         """
         order = {
             "version": version.version,
@@ -142,8 +141,8 @@ class Engine:
         try:
             async with asyncio.timeout(timeout_s):
                 reports = await self._until_staged(self._ranks.workers("hotswap_stage", order))
-        except (TimeoutError, asyncio.CancelledError, RankFailed) as ended:
-            with contextlib.suppress(WeightSyncError, TimeoutError):
+        except (TimeoutError, asyncio.CancelledError, EngineError) as ended:
+            with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self.drop(version.version, previous=False)
                     await self._until_staged(self._ranks.workers("hotswap_report"))
@@ -188,7 +187,7 @@ class Engine:
         """Flip between two batches, label and cache namespace included; {"flip_ms", "commit_ms"} of the slowest rank.
 
         `withdrawn`: nothing that the version before has computed is to go on. Waits first for the requests that must
-        not cross it. Raises RankFailed when a rank did not flip, EngineError.
+        not cross it. Raises EngineError, also when a rank did not flip.
         """
         async with self.inflight.closing(version):
             self.adapters.withdraw(version)
@@ -214,7 +213,7 @@ class Engine:
 
     async def prefixes(self) -> list[Changes]:
         """The changes of each data-parallel rank's cache since the last call: prefixes that it now holds, or no longer.
-        Raises RankFailed, EngineError."""
+        Raises EngineError."""
         return [changes or [] for changes in await self._answer(self._ranks.call("hotswap_prefixes"))]
 
     async def pause(self) -> None:

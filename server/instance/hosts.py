@@ -24,7 +24,7 @@ from server.errors import ConfigError
 from server.instance.config import InstanceConfig, parse_vllm_args
 from weightsync.control.hosts import HOST_ENV, this_host
 from weightsync.control.records import Keys, VersionRecord
-from weightsync.errors import WeightSyncError
+from weightsync.errors import EngineError
 from weightsync.peer.copies import wait_for_slots
 from weightsync.store import Store
 from weightsync.tls import ENVIRONMENT, ClusterTls, is_loopback
@@ -117,12 +117,6 @@ def placed(order: dict[str, Any], places: Places, unread: Sequence[str] = ()) ->
     }
 
 
-class RankFailed(WeightSyncError):
-    """An engine core raised in a call; what the others did stands."""
-
-    code = "engine_call_failed"
-
-
 class Ranks:
     """The engine cores behind one `AsyncLLM`, in the order of their data-parallel ranks."""
 
@@ -130,14 +124,15 @@ class Ranks:
         self._client = client
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all engine cores to `method`, by rank. Raises RankFailed, naming the ranks that raised."""
+        """The answers of all engine cores to `method`, by rank. Raises EngineError, naming the ranks that raised:
+        what the others did stands."""
         core = self._client.engine_core
         calls = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, BaseException)}
         if failed:
             said = "; ".join(f"{rank_name(rank, len(answers))}{error}" for rank, error in failed.items())
-            raise RankFailed(said) from next(iter(failed.values()))
+            raise EngineError(said, code="engine_call_failed") from next(iter(failed.values()))
         return answers
 
     async def workers(self, method: str, *args: Any) -> list[list[Any]]:

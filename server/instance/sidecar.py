@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 from prometheus_client import Counter, Gauge
 
-from server.instance.hosts import RankFailed, located
+from server.instance.hosts import located
 from server.instance.middleware import Admission
 from server.orders import SleepOrder, ordered, stay_asleep
 from weightsync.control.agent import Participant
@@ -24,7 +24,7 @@ from weightsync.control.agent_state import same
 from weightsync.control.hosts import this_host
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.control.swap import CommitResult, StageResult
-from weightsync.errors import CheckpointError, StoreError, StoreUnavailable, WeightSyncError
+from weightsync.errors import CheckpointError, EngineError, StoreError, StoreUnavailable, WeightSyncError
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.checkpoint import Checkpoint, read_config
 from weightsync.signing import Trust
@@ -220,7 +220,9 @@ class Sidecar:
         if spans and schema:
             try:
                 reads = await self._engine.reads(schema)
-            except RankFailed as error:
+            except EngineError as error:
+                if error.code == "engine_died":
+                    raise
                 log.warning("this instance needs whole versions: %s", error)
         self._saying.say((self._host, *self._engine.hosts), reads, self._host if self._config.trust else None)
 

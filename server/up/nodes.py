@@ -12,13 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from server.errors import CliError
+from server.errors import CliError, as_cli_error
 from server.gpus import tensor_parallel
 from server.up.config import UpConfig
 from server.up.processes import BIND_ENV, cause_in
 from server.up.served import Served
 from weightsync import ray_cluster
 from weightsync.control.hosts import HOST_ENV
+from weightsync.errors import WeightSyncError
 from weightsync.ray_cluster import ADDRESS, Group, Node, NodeProcess
 from weightsync.tls import ENVIRONMENT as TLS_ENV
 from weightsync.tls import is_loopback
@@ -47,12 +48,13 @@ class NodeChild(NodeProcess):
 
 
 class Nodes:
-    """The cluster. Raises RayUnavailable, CliError."""
+    """The cluster. Raises CliError."""
 
     def __init__(self, config: UpConfig, models: Sequence[Served], logs: Path) -> None:
         assert config.ray is not None
         self._logs = logs
-        self.local: Node = ray_cluster.connect(config.ray)
+        with as_cli_error(WeightSyncError):
+            self.local: Node = ray_cluster.connect(config.ray)
         os.environ[HOST_ENV] = self.local.host
         if not is_loopback(self.local.address) and TLS_ENV not in os.environ:
             self.close()

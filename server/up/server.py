@@ -41,7 +41,7 @@ from server.up.processes import Child, share_of_cores
 from server.up.served import Served, served
 from server.up.state import StateDir, require_own
 from weightsync.control.hosts import this_host
-from weightsync.errors import ArenaError, PersistError, RayUnavailable, StoreError
+from weightsync.errors import ArenaError, PersistError, StoreError
 from weightsync.memory.arena import DEFAULT_ROOT
 from weightsync.vllm_engine import gpus
 from weightsync.vllm_engine.releases import for_cpus
@@ -128,8 +128,6 @@ class Server:
             self.state.rotate_logs()
             self._make_admin_key()
             self._start_children(begun)
-        except RayUnavailable as error:
-            raise CliError(str(error)) from error
         except (StoreError, ArenaError, PersistError, OSError) as error:
             raise CliError(f"the state in {self.state_dir} cannot be used: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.errors import RayUnavailable
+from tests.weightsync.codes import refused
 from weightsync.ray_cluster import connect, parse_bundle, passed_on
 
 
@@ -29,5 +29,5 @@ def test_what_is_no_bundle_is_refused(text: str) -> None:
 
 
 def test_the_server_of_a_ray_client_is_refused() -> None:
-    with pytest.raises(RayUnavailable, match="on a node of the cluster"):
+    with refused("ray_unavailable", "on a node of the cluster"):
         connect("ray://head:10001")

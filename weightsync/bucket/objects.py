@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from weightsync.errors import BucketDamaged, BucketError, DeltaError, VersionGone, version_needed
+from weightsync.errors import BucketDamaged, BucketError, PublishError, VersionGone, version_needed
 from weightsync.format.manifest import digest_of
 from weightsync.publish.delta import DeltaHeader
 
@@ -101,7 +101,7 @@ class StoredVersion:
             if not _UPLOAD.fullmatch(upload := found["upload"]):
                 raise ValueError(f"{upload!r} is no upload")
             return cls(number, upload, header, parts, others)
-        except (ValueError, TypeError, KeyError, AttributeError, DeltaError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, PublishError) as error:
             raise BucketDamaged(where, f"it cannot be read ({error})") from error
 
 

@@ -57,7 +57,7 @@ class BucketPublisher:
         part_nbytes: int = PART_NBYTES,
         sign: Path | str | None = None,
     ) -> None:
-        """Raises BucketError, SigningKeyError; ValueError for numbers below 1."""
+        """Raises BucketError, WeightSyncError; ValueError for numbers below 1."""
         if min(keep, full_every, part_nbytes) < 1:
             raise ValueError("keep, full_every and part_nbytes must be 1 or more")
         self.model, self.last = model, dict[str, Any]()

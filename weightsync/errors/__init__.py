@@ -4,9 +4,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 ├── PublishError              a version could not be published, or not be made active
 │   ├── TensorError           one tensor is to blame
 │   ├── CheckpointError       a checkpoint directory cannot be read
-│   ├── DeltaError            not a delta, or a damaged one, or its base is not here
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
-│   ├── UnknownModel          no instance serves the model, and others are served
 │   └── SwapError             a version was not made active
 ├── StoreError
 │   ├── StoreUnavailable      the store is absent, unwritable, corrupt, locked too long, unreachable or another one
@@ -15,9 +13,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── LeaseLost             the lease expired; what was kept under it is gone
 │   ├── WatchCompacted        the watch asks for events that are no longer kept; list again
 │   └── RecordError           a record does not have the fields it must have, or cannot have those it is to have
-├── LedgerUnavailable         older entries of the ledger cannot be read or moved
 ├── ArenaError
-│   ├── ArenaFull             no room for one more slot
 │   └── SlotBusy              the slot is held by somebody else
 ├── ManifestError             not a slot, or not the version that was asked for
 ├── PersistError              the copies on disk cannot be written or read
@@ -31,9 +27,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 ├── PeerError                 a version could not be had from another host
 │   └── PeerRefused           the other host does not serve what was asked for, or not now
 ├── EngineError               an engine cannot run versions, or not this one
-├── SigningKeyError           a key or certificate for signatures cannot be used
-├── TlsUnavailable            the certificate, key or authority of a cluster's member cannot be used
-└── RayUnavailable            no Ray cluster can be used where one was named
+└── TlsUnavailable            the certificate, key or authority of a cluster's member cannot be used
 """
 
 from __future__ import annotations
@@ -57,6 +51,7 @@ _GONE = {  # classes to catch that the documentation has named
     "SwapAborted": SwapError,  # noqa: F405
     "SwapTimeout": SwapError,  # noqa: F405
     "TensorMismatch": TensorError,  # noqa: F405
+    "UnknownModel": PublishError,  # noqa: F405
 }
 
 if not TYPE_CHECKING:

@@ -13,6 +13,11 @@ class EngineError(WeightSyncError):
     advice: str = ""  # on a part that is not served
 
 
+def unsupported_model(message: str) -> EngineError:
+    """This model's weights cannot be staged beside it; the message names the layer and what to use instead."""
+    return EngineError(message, code="unsupported_model")
+
+
 def unsupported_vllm(found: str | None, supported: Sequence[str]) -> EngineError:
     """The installed vLLM is a release whose private names may be others than those used here."""
     known = " or ".join(supported)

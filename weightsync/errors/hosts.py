@@ -72,9 +72,6 @@ class TlsUnavailable(WeightSyncError):
         super().__init__(f"certificates in {directory or 'no directory'}: {reason}. {advice}")
 
 
-class RayUnavailable(WeightSyncError):
+def ray_unavailable(address: str, reason: str, advice: str) -> WeightSyncError:
     """The Ray cluster that was named cannot be used."""
-
-    def __init__(self, address: str, reason: str, advice: str) -> None:
-        self.address, self.reason, self.advice = address, reason, advice
-        super().__init__(f"--ray {address}: {reason}. {advice}")
+    return WeightSyncError(f"--ray {address}: {reason}. {advice}", code="ray_unavailable")

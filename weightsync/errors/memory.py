@@ -11,15 +11,13 @@ class ArenaError(WeightSyncError):
     """Shared-memory slots cannot be had."""
 
 
-class ArenaFull(ArenaError):
+def arena_full(directory: str, needed: int, free: int) -> ArenaError:
     """No room for one more slot. `needed` and `free` are bytes."""
-
-    def __init__(self, directory: str, needed: int, free: int) -> None:
-        self.directory, self.needed, self.free = directory, needed, free
-        super().__init__(
-            f"a slot needs {needed:,} bytes, {directory} has {free:,} free: retire versions nobody needs, or enlarge "
-            "the file system (mount -o remount,size=...; in a container --shm-size, or a larger emptyDir)"
-        )
+    message = (
+        f"a slot needs {needed:,} bytes, {directory} has {free:,} free: retire versions nobody needs, or enlarge "
+        "the file system (mount -o remount,size=...; in a container --shm-size, or a larger emptyDir)"
+    )
+    return ArenaError(message, code="arena_full", needed=needed, free=free)
 
 
 class SlotBusy(ArenaError):

@@ -32,16 +32,12 @@ def publishing(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class UnknownModel(PublishError):
+def unknown_model(model: str, served: Iterable[str]) -> PublishError:
     """The first version of a model that no instance serves, on a store whose instances serve other models."""
-
-    def __init__(self, model: str, served: Iterable[str]) -> None:
-        names = ", ".join(repr(name) for name in sorted(served))
-        self.problem = f"no instance serves a model {model!r}, and it has no version yet (instances serve {names})"
-        super().__init__(
-            f"{self.problem}: pass a served model's name as `model`, or `new_model=True` to publish the first version "
-            "of a new one"
-        )
+    names = ", ".join(repr(name) for name in sorted(served))
+    problem = f"no instance serves a model {model!r}, and it has no version yet (instances serve {names})"
+    advice = "pass a served model's name as `model`, or `new_model=True` to publish the first version of a new one"
+    return PublishError(f"{problem}: {advice}", code="unknown_model", problem=problem)
 
 
 class StalePublisher(PublishError):
@@ -63,18 +59,16 @@ class CheckpointError(PublishError):
         super().__init__(f"{file}: {problem}")
 
 
-class DeltaError(PublishError):
+def delta_error(problem: str) -> PublishError:
     """A delta is damaged, cut off, or was never one; nothing of it was published."""
-
-    def __init__(self, problem: str, *, code: str | None = None, **details: object) -> None:
-        super().__init__(f"not a sound delta: {problem}. Send the version again", code=code, **details)
+    return PublishError(f"not a sound delta: {problem}. Send the version again", code="delta_error")
 
 
-def unknown_base(version: int, expected: str, got: str | None) -> DeltaError:
+def unknown_base(version: int, expected: str, got: str | None) -> PublishError:
     """The base of a delta is retired, was never here, or is another version than the one the delta was made against."""
     found = "is not here" if got is None else f"has digest {got} here"
-    problem = f"its base, version {version} with digest {expected}, {found}: send the full version instead"
-    return DeltaError(problem, code="unknown_base", version=version, expected=expected, got=got)
+    message = f"the base of the delta, version {version} with digest {expected}, {found}: send the full version instead"
+    return PublishError(message, code="unknown_base", version=version, expected=expected, got=got)
 
 
 def config_mismatch(field: str, problem: str) -> PublishError:
@@ -92,8 +86,6 @@ def version_refused(version: int, problem: str) -> PublishError:
     return PublishError(message, code="version_refused", version=version)
 
 
-class SigningKeyError(WeightSyncError):
+def signing_key_error(path: str, problem: str) -> WeightSyncError:
     """The file of a key or certificate cannot be read, or holds another kind of key."""
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
+    return WeightSyncError(f"{path}: {problem}", code="signing_key_error")

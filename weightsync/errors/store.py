@@ -72,8 +72,6 @@ def record_refused(record: str, problem: str, advice: str = RELEASES) -> RecordE
     return RecordError(record, problem, advice, code="record_refused")
 
 
-class LedgerUnavailable(WeightSyncError):
+def ledger_unavailable(what: str, problem: str) -> WeightSyncError:
     """A file of the ledger cannot be read or written, or the chain may not be moved as it is."""
-
-    def __init__(self, what: str, problem: str) -> None:
-        super().__init__(f"{what}: {problem}")
+    return WeightSyncError(f"{what}: {problem}", code="ledger_unavailable")

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from weightsync.errors import DeltaError
+from weightsync.errors import delta_error
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
@@ -67,19 +67,19 @@ class BlockHead:
 
     @classmethod
     def parse(cls, raw: bytes | memoryview, block_nbytes: int, itemsize: int) -> BlockHead:
-        """Raises DeltaError for what no writer writes; so a reader never allocates more than a few blocks."""
+        """Raises PublishError for what no writer writes; so a reader never allocates more than a few blocks."""
         kind, gap_size, zero, changed, gaps_nbytes, nbytes = HEAD.unpack(raw)
         elements = block_nbytes // itemsize
         sparse = kind == SPARSE
         if kind > RAW or zero or nbytes > block_nbytes + 64:
-            raise DeltaError(f"a block of kind {kind} claims {nbytes:,} bytes for {block_nbytes:,}")
+            raise delta_error(f"a block of kind {kind} claims {nbytes:,} bytes for {block_nbytes:,}")
         if sparse and not (gap_size in (1, 2) and 0 < changed <= elements):
-            raise DeltaError(f"a block claims {changed:,} changes of {elements:,} elements, {gap_size} bytes a gap")
+            raise delta_error(f"a block claims {changed:,} changes of {elements:,} elements, {gap_size} bytes a gap")
         most = gap_size * (changed + elements // (255 if gap_size == 1 else 65535) + 1) if sparse else 0
         if gaps_nbytes > most or (gaps_nbytes % gap_size if sparse else gap_size or changed):
-            raise DeltaError(f"a block claims {gaps_nbytes:,} bytes of gaps")
+            raise delta_error(f"a block claims {gaps_nbytes:,} bytes of gaps")
         if (kind == SAME and nbytes) or (kind == RAW and nbytes != block_nbytes):
-            raise DeltaError(f"a block of kind {kind} claims {nbytes:,} bytes")
+            raise delta_error(f"a block of kind {kind} claims {nbytes:,} bytes")
         return cls(kind, gap_size, changed, gaps_nbytes, nbytes)
 
     @property
@@ -154,10 +154,10 @@ def _unpack_gaps(numbers: Words, changed: int, elements: int) -> npt.NDArray[np.
     most = np.iinfo(numbers.dtype).max
     ends = np.flatnonzero(numbers != most)
     if len(ends) != changed or ends[-1] != len(numbers) - 1:
-        raise DeltaError("a block lists another number of changes than it claims")
+        raise delta_error("a block lists another number of changes than it claims")
     places = np.cumsum(numbers, dtype=np.int64)[ends] + np.arange(changed)
     if places[-1] >= elements:
-        raise DeltaError("a block changes elements outside of itself")
+        raise delta_error("a block changes elements outside of itself")
     return places
 
 
@@ -211,35 +211,35 @@ def _pack(plane: Bytes) -> tuple[int, bytes | memoryview]:
 
 
 def _unpack(how: int, data: memoryview, nbytes: int) -> Bytes:
-    """Raises DeltaError. The size that a compressed stream states is compared before anything is allocated."""
+    """Raises PublishError. The size that a compressed stream states is compared before anything is allocated."""
     if how == ZEROS and not data:
         return np.zeros(nbytes, np.uint8)
     if how == STORED and len(data) == nbytes:
         return np.frombuffer(data, np.uint8)
     if how != ZSTD:
-        raise DeltaError(f"a stream of {nbytes:,} bytes has {len(data):,}")
+        raise delta_error(f"a stream of {nbytes:,} bytes has {len(data):,}")
     try:
         if (size := zstandard.frame_content_size(data)) != nbytes:
-            raise DeltaError(f"a stream unpacks to {size:,}, not {nbytes:,} bytes")
+            raise delta_error(f"a stream unpacks to {size:,}, not {nbytes:,} bytes")
         return np.frombuffer(_tools.unpack.decompress(data, max_output_size=nbytes, allow_extra_data=False), np.uint8)
     except zstandard.ZstdError as error:
-        raise DeltaError(f"a stream cannot be unpacked ({error})") from error
+        raise delta_error(f"a stream cannot be unpacked ({error})") from error
 
 
 def _unpack_streams(body: memoryview, sizes: Sequence[int]) -> list[Bytes]:
     start = _STREAM.size * len(sizes)
     if len(body) < start:
-        raise DeltaError("a block is too short for its streams")
+        raise delta_error("a block is too short for its streams")
     planes = []
     for number, nbytes in enumerate(sizes):
         (entry,) = _STREAM.unpack_from(body, _STREAM.size * number)
         end = start + (entry & (1 << 30) - 1)
         if end > len(body):
-            raise DeltaError("a stream reaches beyond its block")
+            raise delta_error("a stream reaches beyond its block")
         planes.append(_unpack(entry >> 30, body[start:end], nbytes))
         start = end
     if start != len(body):
-        raise DeltaError("a block has bytes that belong to no stream")
+        raise delta_error("a block has bytes that belong to no stream")
     return planes
 
 
@@ -269,7 +269,7 @@ NOTHING = Patch(SAME, None, np.empty(0, np.uint8))
 
 
 def decode_block(head: BlockHead, body: memoryview, block_nbytes: int, itemsize: int) -> Patch:
-    """The costly half of applying a block, which needs no base. Raises DeltaError."""
+    """The costly half of applying a block, which needs no base. Raises PublishError."""
     if head.kind == SAME:
         return NOTHING
     if head.kind == RAW:

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
-from weightsync.errors import ArenaError, ArenaFull, SlotBusy
+from weightsync.errors import ArenaError, SlotBusy, arena_full
 from weightsync.format.manifest import PREAMBLE
 
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point; the directory below it is private
@@ -68,7 +68,7 @@ class Arena:
         return sorted(self.directory.glob(f"slot-{_tag(model)}-*"))
 
     def claim(self, model: str, nbytes: int, in_use: set[str]) -> SlotLock:
-        """A slot of at least `nbytes` that nobody uses, locked exclusively; made if there is none. Raises ArenaFull,
+        """A slot of at least `nbytes` that nobody uses, locked exclusively; made if there is none. Raises ArenaError,
         ArenaError."""
         self._make()
         for path in self.slots(model):
@@ -108,7 +108,7 @@ class Arena:
                 path.unlink()
                 lock.release()
                 if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
-                    raise ArenaFull(str(self.directory), nbytes, self.free_nbytes()) from error
+                    raise arena_full(str(self.directory), nbytes, self.free_nbytes()) from error
                 raise ArenaError(f"cannot make {path}: {error.strerror}", code="arena_unavailable") from error
             return lock
         raise AssertionError("unreachable: the names do not end")

@@ -21,7 +21,7 @@ from weightsync.control.hosts import slot_name
 from weightsync.control.parts import BASE
 from weightsync.control.records import CopyRecord, CopyState, ErrorInfo, Keys, PartRecord
 from weightsync.errors import (
-    ArenaFull,
+    ArenaError,
     LeaseLost,
     ManifestError,
     PeerError,
@@ -289,8 +289,8 @@ class Supply:
         started, digest = time.monotonic(), part.manifest_digest
         try:
             await self._bring.slot(part, self._changed)
-        except ArenaFull as error:
-            if not self._make_room(digest):
+        except ArenaError as error:
+            if error.code != "arena_full" or not self._make_room(digest):
                 self._failed(digest, error)
         except (PeerError, PeerUnreachable) as error:
             if error.code == "share_lost":

@@ -39,7 +39,7 @@ import orjson
 import xxhash
 
 from weightsync.control.parts import BASE, check_name
-from weightsync.errors import DeltaError, PublishError, digest_mismatch, unknown_base
+from weightsync.errors import PublishError, delta_error, digest_mismatch, unknown_base
 from weightsync.format.delta_codec import (
     BLOCK,
     HEAD,
@@ -126,31 +126,31 @@ class DeltaHeader:
 
     @classmethod
     def from_json(cls, raw: bytes) -> DeltaHeader:
-        """Raises DeltaError for anything `to_json` does not write."""
+        """Raises PublishError for anything `to_json` does not write."""
         try:
             document: dict[str, Any] = orjson.loads(raw)
             if not isinstance(document, dict) or document.keys() - _OPTIONAL != _FIELDS:
-                raise DeltaError("its header has other fields than this release writes: run the same on both sides")
+                raise delta_error("its header has other fields than this release writes: run the same on both sides")
             header = _header(document)
-        except DeltaError:
-            raise
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, PublishError) as error:
-            raise DeltaError(f"its header cannot be read ({error})") from error
+            if getattr(error, "code", "") == "delta_error":
+                raise
+            raise delta_error(f"its header cannot be read ({error})") from error
         if header.to_json() != raw:
-            raise DeltaError("its header is not canonical")
+            raise delta_error("its header is not canonical")
         return header
 
     def pack(self) -> bytes:
-        """Preamble and header. Raises DeltaError when the header is too large."""
+        """Preamble and header. Raises PublishError when the header is too large."""
         raw = self.to_json()
         if len(raw) > MAX_HEADER:
-            raise DeltaError(f"its header takes {len(raw):,} bytes, {MAX_HEADER:,} are allowed: use less metadata")
+            raise delta_error(f"its header takes {len(raw):,} bytes, {MAX_HEADER:,} are allowed: use less metadata")
         return _PREAMBLE.pack(MAGIC, FORMAT, len(raw), digest_of(raw).encode()) + raw
 
 
 def _header(document: dict[str, Any]) -> DeltaHeader:
     if document["format"] != FORMAT:
-        raise DeltaError(f"format {document['format']}, this release reads {FORMAT}: update the older side")
+        raise delta_error(f"format {document['format']}, this release reads {FORMAT}: update the older side")
     tensors: dict[str, tuple[TensorSpec, str]] = {}
     for name, dtype, shape, digest in document["tensors"]:
         tensors[_text(name)] = (_spec(dtype, shape), _digest(digest))
@@ -162,35 +162,35 @@ def _header(document: dict[str, Any]) -> DeltaHeader:
         base = Base(_natural(version), _digest(manifest_digest))
     step, config = step if step is None else _natural(step), _text(document.get("config", ""))
     if len(signature := _text(document.get("signature", ""))) > MAX_SIGNATURE:
-        raise DeltaError(f"its signature takes {len(signature):,} characters, {MAX_SIGNATURE:,} are allowed")
+        raise delta_error(f"its signature takes {len(signature):,} characters, {MAX_SIGNATURE:,} are allowed")
     part = check_name(_text(document.get("part", BASE)))
     header = DeltaHeader(model, tensors, base, step, metadata, source, config, signature, part)
     if header.nbytes > MAX_NBYTES:
-        raise DeltaError(f"its tensors take {header.nbytes:,} bytes")
+        raise delta_error(f"its tensors take {header.nbytes:,} bytes")
     return header
 
 
 def _spec(dtype: Any, shape: Any) -> TensorSpec:
     if dtype not in ITEMSIZE:
-        raise DeltaError(f"dtype {dtype!r} cannot be carried")
+        raise delta_error(f"dtype {dtype!r} cannot be carried")
     return TensorSpec(dtype, tuple(_natural(n) for n in shape))
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise DeltaError(f"{value!r} is not a natural number")
+        raise delta_error(f"{value!r} is not a natural number")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise DeltaError(f"{value!r} is not text")
+        raise delta_error(f"{value!r} is not text")
     return value
 
 
 def _digest(value: Any) -> str:
     if not isinstance(value, str) or len(value) != 32 or set(value) - set("0123456789abcdef"):
-        raise DeltaError(f"{value!r} is not a digest")
+        raise delta_error(f"{value!r} is not a digest")
     return value
 
 
@@ -217,7 +217,7 @@ class RawBlock:
 class DeltaReader:
     """Reads a delta from a stream once, strictly: `header` first, then `blocks()`, which ends with the whole digest.
 
-    The contents of blocks are not to be trusted before `blocks()` has ended. Raises DeltaError.
+    The contents of blocks are not to be trusted before `blocks()` has ended. Raises PublishError.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -225,23 +225,24 @@ class DeltaReader:
         self._digest = xxhash.xxh3_128()
         magic, version, length, digest = _PREAMBLE.unpack(self._read(_PREAMBLE.size))
         if magic != MAGIC:
-            raise DeltaError("wrong magic")
+            raise delta_error("wrong magic")
         if version != FORMAT:
-            raise DeltaError(f"format {version}, this release reads {FORMAT}: update the older side")
+            raise delta_error(f"format {version}, this release reads {FORMAT}: update the older side")
         if length > MAX_HEADER:
-            raise DeltaError(f"its header claims {length:,} bytes")
+            raise delta_error(f"its header claims {length:,} bytes")
         raw = self._read(length)
         if (found := digest_of(raw)) != digest.decode("ascii", "replace"):
-            raise DeltaError(f"its header has digest {found}, not what it says")
+            raise delta_error(f"its header has digest {found}, not what it says")
         self.header = DeltaHeader.from_json(raw)
         self.nbytes = _PREAMBLE.size + length
 
     def blocks(self) -> Iterator[RawBlock]:
-        """Every block in order; then the end, its digest, and that nothing follows, are checked. Raises DeltaError."""
+        """Every block in order; then the end, its digest, and that nothing follows, are checked. Raises
+        PublishError."""
         for name, start, nbytes, itemsize in blocks_of(self.header):
             head = BlockHead.parse(self._read(HEAD.size), nbytes, itemsize)
             if self.header.base is None and head.needs_base:
-                raise DeltaError(f"tensor {name!r} has a difference, but there is no base")
+                raise delta_error(f"tensor {name!r} has a difference, but there is no base")
             body = memoryview(self._read(head.nbytes))
             self.nbytes += HEAD.size + head.nbytes
             yield RawBlock(name, start, nbytes, itemsize, head, body)
@@ -249,16 +250,16 @@ class DeltaReader:
         trailer = self._read(_TRAILER_NBYTES)
         self.nbytes += _TRAILER_NBYTES
         if trailer[: len(END)] != END or trailer[len(END) :] != expected.encode():
-            raise DeltaError(f"its digest is {expected}, its end says otherwise")
+            raise delta_error(f"its digest is {expected}, its end says otherwise")
         if self._stream.read(1):
-            raise DeltaError("bytes follow its end")
+            raise delta_error("bytes follow its end")
 
     def _read(self, nbytes: int) -> bytes:
         data = self._stream.read(nbytes)
         while len(data) < nbytes and (more := self._stream.read(nbytes - len(data))):
             data += more
         if len(data) < nbytes:
-            raise DeltaError(f"cut off: {nbytes:,} bytes were to follow, {len(data):,} did")
+            raise delta_error(f"cut off: {nbytes:,} bytes were to follow, {len(data):,} did")
         self._digest.update(data)
         return data
 
@@ -370,8 +371,8 @@ class Draftlike(Protocol):
 def apply_delta(reader: DeltaReader, base: SlotReader | None, draft: Draftlike, *, threads: int | None = None) -> None:
     """Write the version that `reader` describes into `draft`, checked to the last byte; commit the draft afterwards.
 
-    Doing it again gives the same bytes. Raises DeltaError, TensorError (the base's bytes are not what they were, or the
-    delta's are not), and what `draft.write` raises; the draft must then be aborted.
+    Doing it again gives the same bytes. Raises PublishError (TensorError: the bytes of the base are not what they were,
+    or those of the delta), and what `draft.write` raises; the draft must then be aborted.
     """
     header = reader.header
     if header.base is not None:
@@ -383,18 +384,18 @@ def apply_delta(reader: DeltaReader, base: SlotReader | None, draft: Draftlike, 
         if found != digest:
             raise digest_mismatch(name, digest, found)
     if next(patches, None) is not None:  # also has the end of the file checked
-        raise DeltaError("it has more blocks than tensors")
+        raise delta_error("it has more blocks than tensors")
 
 
 def require_base(header: DeltaHeader, base: SlotReader | None) -> None:
-    """Raises DeltaError unless `base` is the version the delta was made against."""
+    """Raises PublishError unless `base` is the version the delta was made against."""
     assert header.base is not None
     wanted = header.base
     if base is None or base.manifest_digest != wanted.manifest_digest:
         raise unknown_base(wanted.version, wanted.manifest_digest, base.manifest_digest if base else None)
     schema: Schema = base.manifest.schema
     if schema.tensors != header.schema.tensors:
-        raise DeltaError("its tensors are not those of its base")
+        raise delta_error("its tensors are not those of its base")
 
 
 def _patches(reader: DeltaReader, threads: int) -> Iterator[tuple[RawBlock, Patch]]:

@@ -109,7 +109,7 @@ class Publisher:
 
         Among several hosts HOTSWAP_HOST says which one this is. The ledger names `requested_by` (default: the lineage,
         host and process) as who publishes, and the `reason`. Versions are signed with the private key in the PEM file
-        `sign` (default: HOTSWAP_SIGN_KEY; none: not signed). Raises SigningKeyError.
+        `sign` (default: HOTSWAP_SIGN_KEY; none: not signed). Raises WeightSyncError.
         """
         self.url = store or os.environ.get(STORE_ENV) or store_of(model)
         self.model, self.lineage, self.host = model, lineage, this_host()
@@ -140,7 +140,7 @@ class Publisher:
     @publishing
     def hold(self) -> None:
         """Take the lineage now; else the first version, activation or rollback does. Raises PublishError, and
-        UnknownModel as the first version would."""
+        PublishError (`unknown_model`) as the first version would."""
         self._store.run(self._session.require_model())
         self._store.run(self._session.hold())
 
@@ -182,7 +182,7 @@ class Publisher:
         `strip`: what is taken away where a name begins with it ("module.", "_orig_mod."), but in adapters.
 
         Raises PublishError, whatever fails, with the code and the attributes of what has failed. Of these TensorError
-        and UnknownModel mean that nothing was published, and SwapError that the version is ready.
+        and `unknown_model` mean that nothing was published, and SwapError that the version is ready.
         """
         if activate:
             self._target(0, timeout_s, mode=mode)  # refused before anything is written
@@ -488,7 +488,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def signer_of(path: Path | str | None) -> Signer | None:
-    """With the key at `path`, or at HOTSWAP_SIGN_KEY; None without either. Raises SigningKeyError."""
+    """With the key at `path`, or at HOTSWAP_SIGN_KEY; None without either. Raises WeightSyncError."""
     if not (key := path or os.environ.get(SIGN_ENV)):
         return None
     from weightsync.signing import Signer  # cryptography: not for those who do not sign

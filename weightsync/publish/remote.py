@@ -190,7 +190,7 @@ class RemotePublisher:
     `timeout_s` is how long the server may take for one answer; `tls` is for https with a certificate of your own;
     with `deltas` off every version goes in full, with `compress` off full ones go uncompressed (for fast links).
     Versions are signed with the private key in the PEM file `sign` (default: HOTSWAP_SIGN_KEY; none: by the server's
-    host, where that has a key). Raises SigningKeyError.
+    host, where that has a key). Raises WeightSyncError.
     `last` says how the last version went: {"version", "sent" (bytes), "full", "attempts", "nbytes", "duplicate", ...}.
     """
 

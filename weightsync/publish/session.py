@@ -39,7 +39,7 @@ from weightsync.control.records import (
 )
 from weightsync.control.strict_json import shown
 from weightsync.errors import (
-    ArenaFull,
+    ArenaError,
     Conflict,
     LeaseLost,
     PublishError,
@@ -47,7 +47,7 @@ from weightsync.errors import (
     StoreError,
     StoreRefused,
     StoreUnavailable,
-    UnknownModel,
+    unknown_model,
 )
 from weightsync.format.manifest import Schema, diff_schema, require_names, require_same_schema
 from weightsync.memory.arena import Arena, SlotLock, pool_of
@@ -118,7 +118,7 @@ class PublishSession:
     ) -> tuple[VersionRecord, int, dict[str, SlotLock]]:
         """A free slot for each part, of `sizes` bytes, and a `publishing` record that names them.
 
-        Raises ArenaFull, StalePublisher, UnknownModel.
+        Raises ArenaError, PublishError.
         """
         for _ in range(CLAIM_ATTEMPTS):
             counter = await self.store.get(self.keys.counter)  # before the list: every later claim moves it
@@ -315,7 +315,7 @@ class PublishSession:
         return readable_versions(found)
 
     async def require_model(self) -> None:
-        """Raises UnknownModel if instances serve other models alone, and this one, which may not be new, has no
+        """Raises PublishError if instances serve other models alone, and this one, which may not be new, has no
         version."""
         if self.new_model or await self.store.get(self.keys.counter) is not None:
             return
@@ -323,7 +323,7 @@ class PublishSession:
             found = (await self.store.list(MODELS_PREFIX))[0]
             served = {name.removeprefix(MODELS_PREFIX) for kv in found if (name := kv.key.rpartition("/instances/")[0])}
             if served and self.keys.model not in served:
-                raise UnknownModel(self.keys.model, served)
+                raise unknown_model(self.keys.model, served)
 
     async def close(self) -> None:
         """End the lease, and with it open drafts; the next claim takes a new one."""
@@ -353,8 +353,8 @@ class PublishSession:
         pool = pool_of(self.keys.model, part)
         try:
             return await asyncio.to_thread(arena.claim, pool, nbytes, self._slots_in_use(known))
-        except ArenaFull:
-            if not await swap.retire(self.store, self.keys, spare=0):
+        except ArenaError as error:
+            if error.code != "arena_full" or not await swap.retire(self.store, self.keys, spare=0):
                 raise
             in_use = self._slots_in_use(await self.versions())
             return await asyncio.to_thread(arena.claim, pool, nbytes, in_use)

@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightsync.control.hosts import this_host
+from weightsync.errors import unsupported_model
 from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import gpus, kernels
 from weightsync.vllm_engine.device.mapping import remap_unavailable
@@ -28,7 +29,6 @@ from weightsync.vllm_engine.device.pacing import Staging
 from weightsync.vllm_engine.device.remap import Remap
 from weightsync.vllm_engine.engine_core import core, routing
 from weightsync.vllm_engine.engine_core.seeds import rewind_by_state
-from weightsync.vllm_engine.model.placement import UnsupportedModelError
 from weightsync.vllm_engine.staging.build import Reads
 from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.staging.bundle_stager import BundleReport, BundleStager, prediction_head
@@ -87,11 +87,11 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         """vLLM calls this when the model is loaded, before it measures how much memory is left for the KV cache.
 
-        Raises UnsupportedModelError, ValueError.
+        Raises EngineError, ValueError.
         """
         super().__init__(config, vllm_config, device, model)
         if vllm_config.parallel_config.enable_eplb:
-            raise UnsupportedModelError(
+            raise unsupported_model(
                 "EPLB moves experts between ranks while versions are staged for the ranks that they were on; start "
                 "the instance without --enable-eplb"
             )
@@ -123,7 +123,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._stager = BundleStager(self._base, runner, self.device, self._rules)
 
     def reads(self, schema: list[list[Any]]) -> Reads:
-        """This worker's reads of versions with this schema. Raises TensorError, UnsupportedModelError."""
+        """This worker's reads of versions with this schema. Raises TensorError, EngineError."""
         self._stager.wait()
         return self._base.reads(schema_of((n, d, s) for n, d, s in schema))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from server.doctor.plan import scratch_of
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import World, arena_directory, held_nbytes, size
-from weightsync.errors import CheckpointError
+from weightsync.errors import CheckpointError, EngineError
 from weightsync.format.manifest import Layout
 from weightsync.publish.checkpoint import Checkpoint, read_config
 
@@ -55,7 +55,6 @@ def pinned_nbytes(world: World, nbytes: int, scratch: int = 0) -> int:
     """The bytes that the workers of all instances pin of a host with GPUs: a ring each, and its part of the versions,
     of `nbytes` in all ranks, that have no room on the device. `scratch`: the bytes that a staging adds there."""
     from weightsync.vllm_engine.device import cuda, remap, room
-    from weightsync.vllm_engine.model.placement import UnsupportedModelError
 
     each = -(-nbytes // world.tensor_parallel_size)
     given = world.room(min((gpu.nbytes for gpu in world.gpus_taken()), default=0))
@@ -65,7 +64,7 @@ def pinned_nbytes(world: World, nbytes: int, scratch: int = 0) -> int:
             there = remap.sets_that_fit(each, given, wanted, scratch=scratch)
         else:
             there = wanted if wanted is not None else given.copies(each, scratch)
-    except (ValueError, UnsupportedModelError):  # an instance says what is wrong when it starts
+    except (ValueError, EngineError):  # an instance says what is wrong when it starts
         there = 0
     return world.ranks * (cuda.PIECES * cuda.PIECE_NBYTES + (room.MOST_COPIES - there) * each)
 

@@ -21,7 +21,7 @@ _CODES = {
          "part_not_served delta_error bad_part bucket_damaged version_refused",
     500: "record_error layout_pool_error unsupported_vllm tether_failed adapter_refused remote_error "
          "publish_error bad_bitmap chunk_mismatch share_lost no_holder host_name tls_unavailable "
-         "engine_died staging_failed",
+         "engine_call_failed engine_died staging_failed unsupported_model",
     503: "store_unavailable store_refused store_lost store_closed ray_unavailable lease_lost watch_compacted "
          "draft_lost transport_unavailable peer_unreachable transfer_failed copy_unavailable peer_refused "
          "bucket_unavailable persist_error ledger_unavailable",

@@ -42,7 +42,7 @@ from server.ledger import archive
 from weightsync.control import chain
 from weightsync.control.chain import ArchiveRecord, HeadRecord, LedgerEntry
 from weightsync.control.strict_json import Record
-from weightsync.errors import Conflict, LedgerUnavailable, RecordError, StoreError
+from weightsync.errors import Conflict, RecordError, StoreError, WeightSyncError
 from weightsync.store import MISSING, Store
 from weightsync.tls import stamp
 
@@ -318,5 +318,7 @@ class LedgerKeeper:
         try:
             if moved := await archive(self._store, self._place):
                 log.info("%d entries of the ledger left the store for %s", moved, self._place or "nowhere")
-        except LedgerUnavailable as exc:
+        except WeightSyncError as exc:
+            if exc.code != "ledger_unavailable":
+                raise
             log.error("older entries of the ledger stay in the store: %s", exc)

@@ -12,7 +12,6 @@ import pytest
 
 from server.errors import ConfigError
 from server.instance.engine import FIRST_ID, Adapters
-from server.instance.hosts import RankFailed
 from tests.server.instance.engines import Core, engine_of, report, version
 from tests.waiting import eventually
 from tests.weightsync.codes import refused
@@ -81,7 +80,7 @@ async def test_a_commit_is_one_only_when_every_rank_has_flipped() -> None:
     assert flips.commits == other.commits == [(2, True)]
     assert engine.active == (2, 7)
     engine = engine_of(Core(), Core(flip=fail))
-    with pytest.raises(RankFailed, match=r"^data-parallel rank 1: version 2 is not staged"):
+    with refused("engine_call_failed", r"^data-parallel rank 1: version 2 is not staged"):
         await engine.commit(2, 7, withdrawn=False)
     assert engine.active is None
 

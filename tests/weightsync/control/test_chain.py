@@ -16,6 +16,7 @@ import pytest
 from server import ledger
 from server.ledger import Held, archive, export, verify
 from tests.waiting import eventually
+from tests.weightsync.codes import refused
 from tests.weightsync.control.children import running
 from tests.weightsync.fleet import KEYS, MODEL, Fleet
 from weightsync import Store, open_store
@@ -23,7 +24,7 @@ from weightsync.control import history, swap
 from weightsync.control.chain import HEAD, HeadRecord, LedgerEntry, append, entry_key, recent
 from weightsync.control.history import History, past_swaps
 from weightsync.control.records import Keys, PastSwapRecord
-from weightsync.errors import Conflict, LedgerUnavailable, RecordError
+from weightsync.errors import Conflict, RecordError
 
 STORES = ("sqlite", "etcd")
 
@@ -171,7 +172,7 @@ async def test_older_entries_move_to_files_and_the_chain_goes_on(store: Store, t
     assert (await verify(store)).number == 1
     assert (await verify(store, str(moved))).ok
     await write(store, 10)
-    with pytest.raises(LedgerUnavailable, match="move those files there first"):
+    with refused("ledger_unavailable", "move those files there first"):
         await archive(store, str(tmp_path / "third"))
     assert await archive(store, str(moved)) == 10
     assert (await verify(store)).ok
@@ -182,7 +183,7 @@ async def test_a_url_of_fsspec_is_a_place_too(store: Store) -> None:
     await write(store, 25)
     assert await archive(store, f"memory://{uuid.uuid4().hex}") == 10
     assert ((await verify(store)).ok, (await verify(store)).entries) == (True, 25)
-    with pytest.raises(LedgerUnavailable):
+    with refused("ledger_unavailable"):
         await archive(store, "no-such-scheme://x")
 
 
@@ -202,7 +203,7 @@ async def test_without_a_place_the_oldest_are_dropped_and_the_rest_is_still_a_ch
 async def test_a_chain_that_does_not_fit_stays_where_it_is(store: Store, tmp_path: Path) -> None:
     await write(store, 25)
     await store.put(entry_key(3), replace(await read(store, 3), who="nobody").to_json())
-    with pytest.raises(LedgerUnavailable, match="entry 3"):
+    with refused("ledger_unavailable", "entry 3"):
         await archive(store, str(tmp_path / "old"))
     assert not (tmp_path / "old").exists()
     assert len(await entries(store)) == 25
@@ -215,7 +216,7 @@ async def test_the_files_of_another_ledger_are_not_overwritten(store: Store, tmp
     theirs = place / "ledger-000000000001-000000000010.jsonl"
     theirs.write_text("of another store\n")
     await write(store, 25)
-    with pytest.raises(LedgerUnavailable, match="other entries"):
+    with refused("ledger_unavailable", "other entries"):
         await archive(store, str(place))
     assert theirs.read_text() == "of another store\n"
     assert len(await entries(store)) == 25

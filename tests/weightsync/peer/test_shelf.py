@@ -16,7 +16,7 @@ from tests.weightsync.peer.hosts import MODEL
 from weightsync import Store
 from weightsync.control.hosts import slot_name
 from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
-from weightsync.errors import ArenaFull, ManifestError, PeerError, PeerRefused, digest_mismatch
+from weightsync.errors import ManifestError, PeerError, PeerRefused, arena_full, digest_mismatch
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, digests_of
 from weightsync.peer.control import PeerClient
@@ -249,7 +249,7 @@ async def test_a_share_of_this_host_does_not_make_room(peer: Peer) -> None:
     peer._shelf.claim("f" * 32, "", SHAPE, None)
     share, _ = peer._shelf.claim("s" * 32, "", SHAPE, None)
     share.journal.share = True
-    full = Failing(ArenaFull("/arena", 1, 0))
+    full = Failing(arena_full("/arena", 1, 0))
     supply = Supply(peer._shelf, full, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
     await eventually(lambda: failed(supply), GUARD_S)
     assert list(peer._shelf.copies) == [share.digest]

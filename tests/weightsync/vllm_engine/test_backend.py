@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from loadtest.models.mapped_memory import HostDriver
+from tests.weightsync.codes import refused
 from weightsync.vllm_engine.device.remap import Remap
-from weightsync.vllm_engine.model.placement import UnsupportedModelError
 from weightsync.vllm_engine.staging.bundle import Bundle, HeldBundles, PartOrder, Piece
 
 pytestmark = pytest.mark.engine
@@ -143,7 +143,7 @@ def test_experts_that_move_are_refused_by_name() -> None:
     from weightsync.vllm_engine.backend import HotswapWeightTransferEngine
 
     config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True), model_config=None)
-    with pytest.raises(UnsupportedModelError, match="without --enable-eplb"):
+    with refused("unsupported_model", "without --enable-eplb"):
         HotswapWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))
 
 
@@ -156,5 +156,5 @@ def test_an_allocator_that_keeps_what_the_weights_leave_is_refused(monkeypatch: 
     parallel, model = SimpleNamespace(enable_eplb=False), SimpleNamespace(enable_cumem_allocator=True)
     cache = SimpleNamespace(gpu_memory_utilization=0.9, kv_cache_memory_bytes=None)
     config = SimpleNamespace(parallel_config=parallel, model_config=model, cache_config=cache)
-    with pytest.raises(UnsupportedModelError, match="without --enable-sleep-mode"):
+    with refused("unsupported_model", "without --enable-sleep-mode"):
         backend.HotswapWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))

@@ -18,13 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weightsync.errors import unsupported_model
 from weightsync.format.fingerprint import Words
 from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.device.pacing import Pacer, Staging
 from weightsync.vllm_engine.device.pool import Notes
 from weightsync.vllm_engine.model.layout import Layout
 from weightsync.vllm_engine.model.linear import LinearFn, packed_linear, plain_linear
-from weightsync.vllm_engine.model.placement import Pair, UnsupportedModelError, held
+from weightsync.vllm_engine.model.placement import Pair, held
 from weightsync.vllm_engine.model.processing import GONE, Change
 
 Pace = Callable[[int], None]
@@ -96,7 +97,7 @@ class StagingDevice(Protocol):
     def arranged(self, layout: Layout, running: Mapping[str, Sequence[torch.Tensor]], /) -> Layout:
         """`layout` with each tensor where a commit needs it; `running`: the live tensors that get it.
 
-        Raises UnsupportedModelError.
+        Raises EngineError.
         """
 
     def acquire(self, directory: Path, layout: Layout, key: str, /) -> Memory:
@@ -189,7 +190,7 @@ def running(pairs: list[Pair], layout: Layout) -> Iterator[tuple[str, torch.Tens
 def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> Flips:
     """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels.
 
-    Raises UnsupportedModelError where one running tensor would get two different ones.
+    Raises EngineError where one running tensor would get two different ones.
     """
     plain, packed = layout.plain, layout.packed
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # two modules may hold one tensor
@@ -208,7 +209,7 @@ def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: 
         staged = plain[source].view(data)
         first = sources.setdefault(id(live), source)
         if first != source and not _alike(tensors[id(live)][1], staged):
-            raise UnsupportedModelError(
+            raise unsupported_model(
                 f"{first!r} and {source!r} are one tensor in the running model, and differ in this version: "
                 "start an instance on it"
             )

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 
 import torch
 
-from weightsync.vllm_engine.model.placement import UnsupportedModelError
+from weightsync.errors import EngineError, unsupported_model
 
 FLIP_ENV = "HOTSWAP_DEVICE_FLIP"
 LARGEST_HANDLE = 16 << 30  # 16 GiB in one are mapped in 0.8 ms on an H200, in handles of 1 GiB in 1.8 ms
 Mapped = tuple[int, int]  # address and size of a handle
 
 
-def remap_unavailable(why: str) -> UnsupportedModelError:
+def remap_unavailable(why: str) -> EngineError:
     """This machine or this model cannot be flipped by remapping; the message says what to do."""
-    return UnsupportedModelError(f"{FLIP_ENV}=remap: {why}, or set {FLIP_ENV}=copy")
+    return unsupported_model(f"{FLIP_ENV}=remap: {why}, or set {FLIP_ENV}=copy")
 
 
 class Driver(Protocol):
@@ -63,7 +63,7 @@ class CudaDriver:
     """cuda.bindings, on one device, in torch's context."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises UnsupportedModelError."""
+        """Raises EngineError."""
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError:

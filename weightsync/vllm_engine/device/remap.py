@@ -75,7 +75,7 @@ def flips_by_remapping(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def sets_that_fit(nbytes: int, room: Room, wanted: int | None = None, *, scratch: int = 0) -> int:
-    """How many versions of `nbytes` lie on the device, with the live one. Raises UnsupportedModelError."""
+    """How many versions of `nbytes` lie on the device, with the live one. Raises EngineError."""
     if wanted is not None and wanted < FEWEST_SETS:
         raise remap_unavailable(f"{COPIES_ENV}={wanted} leaves no memory to flip to; say 2 or 3")
     sets = wanted or min(1 + room.copies(nbytes, scratch), MOST_COPIES)
@@ -365,7 +365,7 @@ class Remap(Cuda):
         driver: Driver | None = None,
         largest_handle: int = LARGEST_HANDLE,
     ) -> None:
-        """`copies`: versions on the device, with the live one. Raises UnsupportedModelError, ValueError."""
+        """`copies`: versions on the device, with the live one. Raises EngineError, ValueError."""
         super().__init__(device, copies, share=share, kv_cache=kv_cache)
         self._driver = driver if driver is not None else CudaDriver(device)
         self._largest_handle = largest_handle
@@ -374,7 +374,7 @@ class Remap(Cuda):
         self._mapped: RemapPool | None = None
 
     def reserve(self, model: torch.nn.Module) -> None:
-        """Move the weights of `model` into the range, too. Raises UnsupportedModelError."""
+        """Move the weights of `model` into the range, too. Raises EngineError."""
         homes = homes_of(model)
         nbytes = max((home.span[1] for home in homes), default=0)
         sizes = handle_sizes(max(nbytes, 1), self._driver.granularity, self._largest_handle)
@@ -401,7 +401,7 @@ class Remap(Cuda):
         self._tell(nbytes)
 
     def arranged(self, layout: Layout, running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
-        """`layout` as the live range is. Raises UnsupportedModelError, by the name of a tensor that cannot flip so."""
+        """`layout` as the live range is. Raises EngineError, by the name of a tensor that cannot flip so."""
         assert self._mapped is not None, "nothing was reserved"
         entries, views, owners = [], {}, dict[Span, str]()
         taken, around, echoes = list[Span](), list[Span](), list[tuple[Span, Span]]()

@@ -29,16 +29,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.errors import missing_tensor
+from weightsync.errors import missing_tensor, unsupported_model
 
 if TYPE_CHECKING:
     from weightsync.vllm_engine.model.processing import Processing
 
 LAYER = re.compile(r"(?:^|\.)\w+\.\d+(?=\.|$)")
-
-
-class UnsupportedModelError(RuntimeError):
-    """This model's weights cannot be staged beside it; the message names the layer and what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +287,7 @@ def learn(
 ) -> Placement:
     """Watch the twin's loader take `tensors`, one group after the other.
 
-    Raises TensorError, and UnsupportedModelError for loaders that do what cannot be staged beside a running model.
+    Raises TensorError, and EngineError for loaders that do what cannot be staged beside a running model.
     """
     own = {s.name: s.parameter for s in pairs if s.name == s.source}
     watch = Watch(own, tensors, {s.name for s in pairs if s.role == "processed"})
@@ -337,7 +333,7 @@ class Watch(TorchDispatchMode):
                     self._addresses[name] = parameter.data_ptr()
                     self._note_opaque(name)
                     continue
-                raise UnsupportedModelError(
+                raise unsupported_model(
                     f"the loader of {name!r} replaces the parameter's memory, so that versions cannot be staged beside "
                     "the running one; serve another architecture"
                 )
@@ -359,7 +355,7 @@ class Watch(TorchDispatchMode):
         names = [self._targets.find(tensor) for tensor in written]
         for tensor in written:
             if (source := self._sources.find(tensor)) is not None:
-                raise UnsupportedModelError(
+                raise unsupported_model(
                     f"the model's loader changes the tensor {source!r} that it is given, which other instances read "
                     "too; serve another architecture"
                 )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
-from weightsync.errors import not_finite
+from weightsync.errors import not_finite, unsupported_model
 from weightsync.format.fingerprint import (
     MASK,
     Tile,
@@ -40,7 +40,6 @@ from weightsync.vllm_engine.model.placement import (
     Pair,
     Placement,
     Rect,
-    UnsupportedModelError,
     as_matrix,
     group_by_layer,
     layer_of,
@@ -163,7 +162,7 @@ class Builder:
     def prepare(self, reader: SlotReader, pace: Pace) -> Layout:
         """Learn where the tensors of this published slot go, unless the last one had the same names, shapes, dtypes.
 
-        Raises TensorError, UnsupportedModelError.
+        Raises TensorError, EngineError.
         """
         published = self._published(reader, pace)
         digest = published.schema.digest
@@ -190,7 +189,7 @@ class Builder:
     def reads(self, schema: Schema) -> Reads:
         """This worker's reads of versions with this schema, learnt as for a staging, over memory that nobody fills.
 
-        Raises TensorError, UnsupportedModelError.
+        Raises TensorError, EngineError.
         """
         placement = self._learn(schema, blank_tensors(schema))
         rows = {name: max(1, spec.nbytes // max(1, matrix(spec.shape)[0])) for name, spec in schema.tensors.items()}
@@ -222,7 +221,7 @@ class Builder:
     def _adopt(self, made: list[Pair]) -> None:
         """Parameters that this version brought into being; the model that runs gets them when it is committed."""
         if not self._place.replaces:
-            raise UnsupportedModelError(
+            raise unsupported_model(
                 f"{made[0].name!r} is made when a version is loaded, and captured graphs lack it: versions of this "
                 "model are swapped on CPUs alone"
             )
@@ -235,7 +234,7 @@ class Builder:
 
         Tensors that nothing here is filled from are summed, too; of a part of a slot only those in `also`. Raises
         TensorError when one is missing, when published bytes changed, have a NaN or an infinity, or overflow in the
-        type they are served in, or when what was built is not what was published; UnsupportedModelError.
+        type they are served in, or when what was built is not what was published; EngineError.
         """
         self.prepare(reader, pace)
         with self._published(reader, pace, self._threads) as published:
@@ -483,7 +482,7 @@ class Builder:
     def _refuse_private(self, root: str, error: Exception) -> None:
         """Captured graphs hold the addresses of an accelerator's weights: nothing there can be replaced."""
         if not self._place.replaces:
-            raise UnsupportedModelError(f"layer {root!r} cannot be swapped under captured graphs: {error}")
+            raise unsupported_model(f"layer {root!r} cannot be swapped under captured graphs: {error}")
 
     def _process(
         self, layer: str, placement: Placement, published: Published, data: torch.Tensor | None, built: Built
@@ -497,15 +496,15 @@ class Builder:
             try:
                 leaves, scalars = in_place(changes)
             except NotInPlace as error:
-                raise UnsupportedModelError(f"version differs from the one that runs: {error}; restart on it") from None
+                raise unsupported_model(f"version differs from the one that runs: {error}; restart on it") from None
             for leaf in leaves if data is not None else ():
                 view = self.layout.views.get(leaf.path)
                 if view is None or self.plan.live[leaf.path] is not leaf.live:
-                    raise UnsupportedModelError(f"{leaf.path} was not there in the first version; restart on this one")
+                    raise unsupported_model(f"{leaf.path} was not there in the first version; restart on this one")
                 view.of(data).copy_(leaf.made)
             for scalar in scalars if not self._place.replaces else ():
                 if not same(held := scalar.holder[scalar.key], scalar.value):
-                    raise UnsupportedModelError(
+                    raise unsupported_model(
                         f"{scalar.path} is {scalar.value} in this version, and captured graphs hold {held}, with which "
                         "the instance started: publish versions with that number, or start an instance with --model on "
                         "a checkpoint that has the other one"

@@ -132,6 +132,8 @@ class BundleStager:
         try:
             self._stagers[DRAFT] = draft_stager(self._runner, self._device, self._rules)
         except EngineError as error:
+            if error.code == "unsupported_model":
+                raise
             self._missing[DRAFT] = error
         try:
             self._host = LoraHost(self._runner, allow_non_finite=self._rules.allow_non_finite)

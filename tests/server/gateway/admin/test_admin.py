@@ -37,7 +37,7 @@ from weightsync import ensure_arena, open_store
 from weightsync.control.agent import Participant
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.control.swap import CommitResult, StageResult
-from weightsync.errors import CODES, ArenaFull, StoreUnavailable, shape_mismatch
+from weightsync.errors import CODES, StoreUnavailable, arena_full, shape_mismatch
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
 
@@ -342,7 +342,7 @@ def test_what_an_error_knows_is_in_the_body() -> None:
     body = orjson.loads(error.body())["error"]
     assert error.status == 422
     assert (body["tensor"], body["expected"], body["got"], body["code"]) == ("a.b", [1, 2], [3], "shape_mismatch")
-    full = to_http(ArenaFull("/dev/shm/x", 10, 3))
+    full = to_http(arena_full("/dev/shm/x", 10, 3))
     assert (full.status, full.details["needed"], full.details["free"]) == (507, 10, 3)
     lost = to_http(StoreUnavailable("/x", "gone", "look"))
     assert (lost.status, lost.headers()["retry-after"], lost.code) == (503, "1", "store_unavailable")

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from loadtest.gpu_day import engine
+from tests.weightsync.codes import refused
 from weightsync import Publisher, SlotReader
 from weightsync.vllm_engine.device import cuda
 from weightsync.vllm_engine.device.cuda import (
@@ -32,7 +33,7 @@ from weightsync.vllm_engine.device.cuda import (
 from weightsync.vllm_engine.device.generation import Flips, Generation, build_flips
 from weightsync.vllm_engine.device.room import COPIES_ENV, Room, wanted_copies
 from weightsync.vllm_engine.model.layout import plan_layout, words_of
-from weightsync.vllm_engine.model.placement import UnsupportedModelError, pair_parameters
+from weightsync.vllm_engine.model.placement import pair_parameters
 from weightsync.vllm_engine.model.processing import GONE, Change
 from weightsync.vllm_engine.staging.bundle import HeldBundles
 from weightsync.vllm_engine.staging.stager import describe
@@ -141,7 +142,7 @@ def test_a_tied_tensor_that_a_version_has_twice_is_refused_unless_both_are_equal
     Generation(1, "d", build_flips(pairs, layout, data, {})).commit()
     assert value(live[0]) == 7
     layout.plain["1.weight"].view(data)[0, 0] = 8
-    with pytest.raises(UnsupportedModelError, match=r"'0.weight' and '1.weight' are one tensor"):
+    with refused("unsupported_model", r"'0.weight' and '1.weight' are one tensor"):
         build_flips(pairs, layout, data, {})
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from loadtest.models.mapped_memory import HostDriver
+from tests.weightsync.codes import refused
 from tests.weightsync.vllm_engine.device.test_cuda import buffer, swap_and_roll_back
 from weightsync.vllm_engine.device import remap
 from weightsync.vllm_engine.device.cuda import DevicePool
@@ -27,7 +28,6 @@ from weightsync.vllm_engine.device.mapping import FLIP_ENV, CudaDriver, Driver, 
 from weightsync.vllm_engine.device.remap import Remap, RemapGeneration, RemapPool, flips_by_remapping, without
 from weightsync.vllm_engine.device.room import COPIES_ENV
 from weightsync.vllm_engine.model.layout import Entry, Layout
-from weightsync.vllm_engine.model.placement import UnsupportedModelError
 from weightsync.vllm_engine.model.processing import Change
 from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, Piece
 from weightsync.vllm_engine.staging.stager import staging_device
@@ -330,10 +330,10 @@ def test_what_something_outside_of_python_holds_stays_and_is_copied() -> None:
 def test_a_tensor_that_no_layer_held_or_of_another_form_is_refused_by_name() -> None:
     staging = Staging()
     layout, weight = staging.layout(), staging.model.linear.weight
-    with pytest.raises(UnsupportedModelError, match=rf"no layer held 'w'.*{FLIP_ENV}=copy"):
+    with refused("unsupported_model", rf"no layer held 'w'.*{FLIP_ENV}=copy"):
         staging.place.arranged(layout, {"w": [torch.zeros(ROWS, COLS)]})
     for live in (weight.data.t(), weight.data.view(torch.int32)):
-        with pytest.raises(UnsupportedModelError, match="'w' is not served as it is published"):
+        with refused("unsupported_model", "'w' is not served as it is published"):
             staging.place.arranged(layout, {"w": [live]})
 
 
@@ -341,7 +341,7 @@ def test_two_published_tensors_for_one_are_refused_by_name() -> None:
     staging = Staging()
     layout, weight = staging.layout(), staging.model.linear.weight
     both = Layout((*layout.entries, Entry("head", 0, "float32", (ROWS, COLS), 0, weight.nbytes)), {}, {}, 0, "f")
-    with pytest.raises(UnsupportedModelError, match="'w' and 'head' are one tensor"):
+    with refused("unsupported_model", "'w' and 'head' are one tensor"):
         staging.place.arranged(both, {"w": [weight], "head": [weight]})
 
 
@@ -369,9 +369,9 @@ def test_the_way_of_flips_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_version_alone_cannot_be_flipped_to() -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{COPIES_ENV}=1"):
+    with refused("unsupported_model", f"{COPIES_ENV}=1"):
         Remap(CPU, copies=1, driver=HostDriver()).reserve(Model())
-    with pytest.raises(UnsupportedModelError, match="use more ranks"):  # this device has no memory at all
+    with refused("unsupported_model", "use more ranks"):  # this device has no memory at all
         Remap(CPU, driver=HostDriver()).reserve(Model())
 
 
@@ -390,7 +390,7 @@ def test_memory_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, caplo
 
     for sets, why in ((0, "missing to move"), (1, "no memory for a second")):
         driver = room_for(sets)
-        with pytest.raises(UnsupportedModelError, match=why):
+        with refused("unsupported_model", why):
             Remap(CPU, copies=3, driver=driver).reserve(Model())
     place = Remap(CPU, copies=3, driver=room_for(2))
     place.reserve(Model())
@@ -568,11 +568,11 @@ def test_what_the_driver_refuses_is_told(bindings: Bindings) -> None:
 
 def test_a_device_that_maps_nothing_is_told(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", Bindings(maps=0))  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModelError, match="does not map memory"):
+    with refused("unsupported_model", "does not map memory"):
         of_bindings()
 
 
 def test_a_machine_without_bindings_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(UnsupportedModelError, match="install cuda-bindings"):
+    with refused("unsupported_model", "install cuda-bindings"):
         CudaDriver(torch.device("cuda"))
