@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from server.ports import free_port
+from tests.etcd import Etcd
 from tests.live import VLLM_ARGS
 from tests.waiting import wait_until
 
@@ -72,11 +74,15 @@ def test_every_file_is_in_one_of_them(wheels: dict[str, Path]) -> None:
 
 PUBLISH = """
 import sys, numpy as np, weightsync
-url = f"sqlite://{sys.argv[1]}/store.db"
+url = sys.argv[1]
 weightsync.SyncStore(url).close()
 with weightsync.Publisher(url, model="demo") as publisher:
     for dtype in (np.float32, np.float64):
         print(publisher.publish({"module.a": np.ones((3, 5), dtype)}, cast=True, strip="module.", activate=False))
+    try:
+        publisher.activate(2, timeout_s=0.1)
+    except weightsync.WeightSyncError as error:
+        print(type(error).__name__)  # no server runs, which is seen when the time is over
 for name in weightsync.__all__:
     getattr(weightsync, name)
 try:
@@ -85,16 +91,26 @@ except weightsync.WeightSyncError as error:
     print(type(error).__name__)
 print(sorted({"torch", "vllm", "server"} & sys.modules.keys()))
 """
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[Etcd]:
+    with contextlib.closing(Etcd()) as running:
+        yield running
+
+
 PYTHONS = {"3.11": sys.executable} | {
     version: str(found[-1])
-    for version in ("3.12", "3.13")
+    for version in ("3.10", "3.12", "3.13")
     if (found := sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python")))
 }
 
 
 @pytest.mark.parametrize("version", PYTHONS)
 @pytest.mark.parametrize("extras", ["", "[bucket,sign,etcd]"])
-def test_the_client_publishes_by_itself(wheels: dict[str, Path], tmp_path: Path, version: str, extras: str) -> None:
+def test_the_client_publishes_by_itself(
+    wheels: dict[str, Path], tmp_path: Path, etcd: Etcd, version: str, extras: str
+) -> None:
     subprocess.run([PYTHONS[version], "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
     python, key = tmp_path / "venv/bin/python", tmp_path / "key.pem"
     pip = [python, "-m", "pip", "install", "--quiet", f"{wheels['hotswap_client']}{extras}"]
@@ -107,9 +123,10 @@ def test_the_client_publishes_by_itself(wheels: dict[str, Path], tmp_path: Path,
 
         form = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
         key.write_bytes(Ed25519PrivateKey.generate().private_bytes(*form))
+    url = etcd.url(f"client-{version}") if extras else f"sqlite://{tmp_path}/store.db"
     env = without_checkout() | {"HOTSWAP_ARENA": str(tmp_path / "slots")}
-    done = subprocess.run([python, "-c", told, tmp_path, key], capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert done.stdout.split() == ["1", "2", "PublishError", "[]"], done.stderr
+    done = subprocess.run([python, "-c", told, url, key], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.stdout.split() == ["1", "2", "SwapError", "PublishError", "[]"], done.stderr
 
 
 @pytest.mark.parametrize("command", [["--help"], ["up", "--help"], ["train", "--help"], ["bench", "--help"]])

@@ -152,7 +152,7 @@ class Trust:
             raise version_refused(version, f"what was signed of {what} is no part of a version ({error})") from error
 
     def _holds(self, keyid: object, signature: bytes, message: bytes) -> bool:
-        now = datetime.datetime.now(datetime.UTC)
+        now = datetime.datetime.now(datetime.timezone.utc)
         key = next((key for key, since, until in self._keys if key_id(key) == keyid and since <= now < until), None)
         try:
             if isinstance(key, ed25519.Ed25519PublicKey):
@@ -187,7 +187,7 @@ def key_id(key: PublicKey) -> str:
 def _trusted(path: Path) -> tuple[PublicKey, datetime.datetime, datetime.datetime]:
     """A key, and from when until when it counts; without a certificate, always."""
     key: object
-    since, until = (end.replace(tzinfo=datetime.UTC) for end in (datetime.datetime.min, datetime.datetime.max))
+    since, until = (end.replace(tzinfo=datetime.timezone.utc) for end in (datetime.datetime.min, datetime.datetime.max))
     try:
         data = path.read_bytes()
         if b"-----BEGIN CERTIFICATE-----" in data:

@@ -30,13 +30,17 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING
 
 from weightsync.control.board import Board
 from weightsync.control.records import LeaderRecord
 from weightsync.errors import Conflict, LeaseLost, StoreError, StoreUnavailable
 from weightsync.store import open_store
 from weightsync.store.protocol import MISSING, Store
+from weightsync.timeouts import timeout
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.10 lacks it
 
 log = logging.getLogger(__name__)
 BUSY_S = 120.0  # without a turn of its event loop a process is taken for hung, whatever it does
@@ -148,7 +152,7 @@ async def _guard() -> None:
     used, watch_s, watching = _processor_time(pid), max(renewed + ttl_s / 2 - time.monotonic(), 0.0), False
     while os.getppid() == pid:
         try:
-            async with asyncio.timeout(watch_s):
+            async with timeout(watch_s):
                 if not (line := await lines.readline()):
                     return
         except TimeoutError:

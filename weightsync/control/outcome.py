@@ -28,6 +28,7 @@ from weightsync.control.records import (
 from weightsync.control.state import RESTART_S, confirm_within_s, in_flight, not_flipped, untried
 from weightsync.errors import StoreRefused, StoreUnavailable, WatchCompacted, swap_aborted, swap_timeout
 from weightsync.store.protocol import MISSING, Store
+from weightsync.timeouts import timeout_at
 
 T = TypeVar("T")
 RETRY_S = 0.2
@@ -142,7 +143,7 @@ async def _wait(
     """The first answer of `ended` that is not None, as the records change. `until` tells when to give up."""
     began, board = _now(), Board(keys)
     try:
-        async with asyncio.timeout_at(until(board)) as limit:
+        async with timeout_at(until(board)) as limit:
             while True:
                 with contextlib.suppress(StoreUnavailable, WatchCompacted):
                     async with Board.follow(store, keys) as board:

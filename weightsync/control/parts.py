@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import xxhash
@@ -16,6 +16,9 @@ from weightsync.control.strict_json import shown
 from weightsync.errors import ManifestError, PublishError, SlotBusy
 from weightsync.format.naming import WRAPPERS
 from weightsync.memory.receiver import SlotReader
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.10 lacks it
 
 BASE = ""
 DRAFT = "draft"

@@ -8,11 +8,14 @@ import textwrap
 import types
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import orjson
 
 from weightsync.errors import RecordError, record_refused
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.10 lacks it
 
 log = logging.getLogger("weightsync.records")
 NOT_WRITTEN = "Nothing was written: pass a value of the field's own type"

@@ -21,7 +21,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from weightsync.control import outcome, swap
 from weightsync.control.arenas import ensure_arena
@@ -61,6 +61,8 @@ from weightsync.running import STORE_ENV, store_of
 from weightsync.store import SyncStore
 
 if TYPE_CHECKING:
+    from typing import Self  # Python 3.10 lacks it
+
     from weightsync.signing import Signer
 
 

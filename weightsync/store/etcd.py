@@ -24,6 +24,7 @@ from weightsync.errors import Conflict, LeaseLost, StoreRefused, StoreUnavailabl
 from weightsync.store.etcd_members import Members
 from weightsync.store.etcd_url import EtcdUrl
 from weightsync.store.protocol import Event, KeyValue
+from weightsync.timeouts import timeout
 
 PATIENCE_S = 10.0  # how long a watch that has been running waits for etcd to come back
 RETRY_S = 0.1
@@ -224,7 +225,7 @@ class EtcdWatch:
         create = rpc.WatchCreateRequest(key=self._key, start_revision=1)
         found = await self._members.call("Range", rpc.RangeRequest(key=self._key, revision=0, limit=1, keys_only=True))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1), contextlib.aclosing(self._members.watch(create)) as responses:
+            async with timeout(1), contextlib.aclosing(self._members.watch(create)) as responses:
                 async for response in responses:
                     if response.canceled and response.compact_revision:
                         return int(response.compact_revision) + 1

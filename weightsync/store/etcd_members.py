@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from grpc import StatusCode
 
 from weightsync.errors import StoreRefused, StoreUnavailable
 from weightsync.store.etcd_url import EtcdUrl
+from weightsync.timeouts import timeout, timeout_at
 
 CALL_TIMEOUT_S = 5.0  # as long as the SQLite store waits for its lock
 PROBE_TIMEOUT_S = 2.0
@@ -164,7 +166,7 @@ class Members:
         call = None
         try:
             with self._mapped():
-                async with asyncio.timeout(CALL_TIMEOUT_S):
+                async with timeout(CALL_TIMEOUT_S):
                     await self._connect(channel)
                     metadata = await self._credentials(channel, CALL_TIMEOUT_S)
                     call = channel["Watch"](metadata=(*metadata, ("hasleader", "true")))
@@ -209,7 +211,7 @@ class Members:
         until = min(clock() + share_s, deadline)
         for renewed in (False, True):
             with self._mapped(unsent=True):
-                async with asyncio.timeout_at(until):
+                async with timeout_at(until):
                     await self._connect(channel)
                 metadata = await self._credentials(channel, until - clock())
             try:
@@ -259,7 +261,8 @@ class Members:
             raise MemberFailed(unanswered(self._url), unsent) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or task.cancelling() or not self.closed:
+            # Python 3.10 does not tell whether a task is being cancelled: there each counts as one that is.
+            if task is None or sys.version_info < (3, 11) or task.cancelling() or not self.closed:
                 raise
             # gRPC's way to say that the channel was closed.
             raise MemberFailed(closed(self._url), unsent=False) from None
@@ -327,7 +330,7 @@ class Channel:
         """One request, one answer."""
         if name != "LeaseKeepAlive":
             return await self._calls[name](request, timeout=timeout_s, metadata=metadata)
-        async with asyncio.timeout(timeout_s), self._renewing:
+        async with timeout(timeout_s), self._renewing:
             if self._renewals is not None:
                 with contextlib.suppress(rpc.AioRpcError):  # it broke since it was used last: once more on a new one
                     return await self._renew(request)

@@ -14,9 +14,12 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync.errors import transfer_failed
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.10 lacks it
 
 Buffer = memoryview | mmap.mmap
 
