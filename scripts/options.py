@@ -21,7 +21,8 @@ require-key: true
 
 Switches take `true` and `false` there and in variables. What may be given several times is a list in the file, and
 separated by commas in a variable. `hotswap up` and `hotswap instance` pass options that are not listed here to vLLM;
-those stay on the command line. `hotswap up MODEL` is the same as `hotswap up --model MODEL`. It starts a gateway, which
+those stay on the command line. `hotswap up MODEL` is the same as `hotswap up --model MODEL`. `hotswap up --help`
+shows what is needed daily, `hotswap up --help-all` every option. The command starts a gateway, which
 reads the variables of `hotswap gateway` for what `up` itself does not set. `scripts/options.py` makes this page from
 the declarations in the code.
 """

@@ -37,7 +37,8 @@ class Option:
 
     `env` names the variable where several commands share one. `read` makes the value of its text. A flag that begins
     with `--no-` sets its field to False; `negatable` gives a switch such a second flag. A `positional` option has no
-    flag on the command line; Typer alone takes it.
+    flag on the command line; Typer alone takes it. With a `panel`, that heading, Typer's `--help` leaves the option to
+    `--help-all`.
     """
 
     help: str
@@ -49,6 +50,7 @@ class Option:
     missing: str = ""  # what a command says if nobody gives it
     up: bool = False  # of the gateway: `hotswap up` takes it too, and passes it on
     positional: bool = False
+    panel: str = ""
 
 
 @dataclass(frozen=True)

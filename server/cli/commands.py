@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ from server.follow.config import FollowConfig
 from server.gateway.config import OPTIONS, GatewayConfig
 from server.instance.config import InstanceConfig
 from server.options import Option, Setting
+from server.up.config import GATEWAY as OF_THE_GATEWAY
 from server.up.config import UpConfig
 from server.up.paths import resolve_model
 from weightsync.errors import CheckpointError, TlsUnavailable
@@ -32,11 +33,21 @@ from weightsync.errors import CheckpointError, TlsUnavailable
 app = typer.Typer()
 Work = Callable[[typer.Context, dict[str, Any]], None]
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-PASSED_ON = tuple(s for s in options.settings("up", GatewayConfig) if s.option.up)
+
+
+def _passed_on(setting: Setting) -> Setting:
+    """With its heading; switches have one of their own, as their second flags make a wide column."""
+    heading = "Gateway, on or off" if setting.option.negatable else OF_THE_GATEWAY
+    return replace(setting, option=replace(setting.option, panel=heading))
+
+
+PASSED_ON = tuple(_passed_on(s) for s in options.settings("up", GatewayConfig) if s.option.up)
 UP = (*options.settings("up", UpConfig), *PASSED_ON)
 GATEWAY = OPTIONS
 INSTANCE = options.settings("instance", InstanceConfig)
 FOLLOW = options.settings("follow", FollowConfig)
+OWN: dict[str, Any] = {"config": None, "help_all": False}  # what a command takes beside its settings
+ALL = "show the other options too, by subject"
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ def takes(
 
     def decorate(function: Callable[[typer.Context, dict[str, Any]], None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def command(context: typer.Context, config: Path | None = None, **given: Any) -> None:
+        def command(context: typer.Context, config: Path | None = None, help_all: bool = False, **given: Any) -> None:
             with as_cli_error(ConfigError, TlsUnavailable):
                 values = {s.flag: s.value(given[_parameter(s)]) for s in declared if given[_parameter(s)] is not None}
                 function(context, values)
@@ -78,18 +89,28 @@ def takes(
         config = typer.Option(help=options.CONFIG_HELP, metavar="FILE", is_eager=True, callback=from_file)
         hints = {"context": typer.Context, **{_parameter(s): _hint(s) for s in declared}}
         hints["config"] = Annotated[Path | None, config]
+        if any(s.option.panel for s in declared):
+            hints["help_all"] = Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_help_all, help=ALL)]
         defaults = {_parameter(s): inspect.Parameter.empty if s.required else _default(s) for s in declared}
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
                 for name, hint in hints.items()
-                for default in [defaults.get(name, None if name == "config" else inspect.Parameter.empty)]
+                for default in [(defaults | OWN).get(name, inspect.Parameter.empty)]
             ]
         )
         command.__annotations__ = hints
         return command
 
     return decorate
+
+
+def _help_all(context: typer.Context, asked: bool) -> None:
+    if asked:
+        for parameter in context.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 def _parameter(setting: Setting) -> str:
@@ -101,6 +122,7 @@ def _hint(setting: Setting) -> Any:
     shared = bool(setting.option.env)  # the others are in docs/options.md
     about: dict[str, Any] = {"help": setting.option.help, "envvar": setting.env, "show_envvar": shared}
     about |= {"metavar": f"[{'|'.join(setting.choices)}]"} if setting.choices else {}
+    about |= {"rich_help_panel": setting.option.panel, "hidden": True} if setting.option.panel else {}
     how = typer.Argument(**about) if setting.option.positional else typer.Option(flag, **about)
     kind = str if setting.option.read is not None else setting.type
     return Annotated[list[kind] | None if setting.repeated else kind | None, how]  # type: ignore[valid-type]

@@ -11,6 +11,8 @@ from server.instance.config import ACROSS_HOSTS, KV_CACHE, check_vllm_args
 from server.options import Option
 from weightsync.ray_cluster import parse_bundle
 
+DISK, HOSTS, GATEWAY = "Copies on disk", "Several hosts", "Gateway"  # headings of `--help-all`
+
 
 def _copies(text: str) -> Path | Literal["off"]:
     return "off" if text == "off" else Path(text)
@@ -36,9 +38,11 @@ class UpConfig:
     persist: Annotated[
         Path | Literal["off"] | None, Option("directory for copies of versions, or off", read=_copies)
     ] = None  # None: in the state directory
-    persist_keep: Annotated[int, Option("versions kept on disk")] = 2
-    persist_max_gib: Annotated[float | None, Option("most that they may take, GiB")] = None
-    admin_key_file: Annotated[Path | None, Option("file with the admin key; default: made on start")] = None
+    persist_keep: Annotated[int, Option("versions kept on disk", panel=DISK)] = 2
+    persist_max_gib: Annotated[float | None, Option("most that they may take, GiB", panel=DISK)] = None
+    admin_key_file: Annotated[Path | None, Option("file with the admin key; default: made on start", panel=GATEWAY)] = (
+        None
+    )
     api_key_file: Annotated[Path | None, Option("file with API keys, one a line; default: none asked")] = None
     train: Annotated[Path | None, Option("also run this trainer configuration")] = None
     kv_cache_gib: Annotated[float | None, Option(KV_CACHE)] = None
@@ -46,16 +50,21 @@ class UpConfig:
     ready_timeout_s: Annotated[
         float, Option("seconds in which every instance must come to serve; large models that are compiled take longer")
     ] = 600.0
-    store: Annotated[str | None, Option("etcd://HOST:PORT/...; default: a SQLite file")] = None
-    ray: Annotated[str | None, Option("address of a Ray cluster, or auto: instances run on its nodes")] = None
+    store: Annotated[str | None, Option("etcd://HOST:PORT/...; default: a SQLite file", panel=HOSTS)] = None
+    ray: Annotated[str | None, Option("address of a Ray cluster, or auto: instances run on its nodes", panel=HOSTS)] = (
+        None
+    )
     ray_bundle: Annotated[
-        str | None, Option("resources of an instance, as CPU=8,GPU=2; default: by --tensor-parallel-size")
+        str | None,
+        Option("resources of an instance, as CPU=8,GPU=2; default: by --tensor-parallel-size", panel=HOSTS),
     ] = None
     ray_strategy: Annotated[
-        Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"], Option("how Ray places the instances")
+        Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"],
+        Option("how Ray places the instances", panel=HOSTS),
     ] = "SPREAD"
     otlp_endpoint: Annotated[
-        str | None, Option("trace requests to http://HOST:4318", env="OTEL_EXPORTER_OTLP_ENDPOINT")
+        str | None,
+        Option("trace requests to http://HOST:4318", env="OTEL_EXPORTER_OTLP_ENDPOINT", panel=GATEWAY),
     ] = None  # of the gateway and of vLLM
     gateway_args: tuple[str, ...] = ()
     vllm_args: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import GROUPS, app
+from server.cli.commands import UP
 from server.errors import CliError
 from server.key_limits import KeyLimits
 from server.up.config import UpConfig
@@ -141,9 +142,19 @@ def test_options_of_the_shell_are_not_among_those_of_a_group(group: str) -> None
 
 def test_help_shows_what_an_option_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    said = CliRunner().invoke(app, ["up", "--help"]).stdout
+    said = CliRunner().invoke(app, ["up", "--help-all"]).stdout
     assert "[same|any|off]" in said
     assert "[SPREAD|PACK|STRICT_SPREAD|STRICT_PACK]" in said
+
+
+def test_help_shows_what_is_needed_daily_and_help_all_every_option_by_its_whole_name() -> None:
+    narrow = CliRunner(env={"COLUMNS": "80"})
+    said = [narrow.invoke(app, ["up", flag]).stdout for flag in ("--help", "--help-all")]
+    daily, every = ({*re.findall(r"^│ (--[\w-]+) ", text, re.MULTILINE)} for text in said)
+    assert every - {"--config", "--help", "--help-all"} == {setting.flag for setting in UP}
+    assert daily == every - {setting.flag for setting in UP if setting.option.panel}
+    assert {"--model", "--port", "--instances", "--config", "--help-all"} <= daily
+    assert len(daily) < len(every) / 2
 
 
 # packages that are missing; and what is declared is enough
