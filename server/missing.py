@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 from server.errors import CliError
 
-INSTALL = 'pip install ./client ".[cpu]" (.[cuda] for GPUs) in a checkout of Hotswap; docs/install.md has the traps'
+ROOT = Path(__file__).parents[1]  # a checkout, or where pip puts packages
 NO_VISION = "pip uninstall -y torchvision torchaudio torchcodec: they are of another torch, and are not needed"
 OURS = frozenset({"server", "weightsync", "trainer"})
 
 
+def in_checkout(root: Path = ROOT) -> bool:
+    """Whether Hotswap runs from a checkout, which has a Makefile, and not from where pip has put it."""
+    return (root / "Makefile").is_file()
+
+
+def setup(accel: str = "", *, anew: bool = False, root: Path = ROOT) -> str:
+    """The command that installs all that Hotswap needs, as this package was installed: `make` in a checkout, else pip,
+    which finds hotswap there and adds the packages of the extra. `accel`: cpu or cuda, where only one will do; `anew`:
+    nothing of what is installed can stay."""
+    if in_checkout(root):
+        return f"`{'make clean && ' if anew else ''}make setup{f' ACCEL={accel}' if accel else ''}`"
+    where = "in a new virtual environment, " if anew else ""
+    return f"{where}`pip install 'hotswap[{accel or 'cpu'}]'`" + ("" if accel else " (hotswap[cuda] for GPUs)")
+
+
 def told(package: str) -> CliError:
     """The error that names `package` and the command that installs it."""
-    return CliError(f"the package {package} is not installed. This brings all that is needed: {INSTALL}")
+    return CliError(f"the package {package} is not installed. This brings all that is needed: {setup()}")
 
 
 def require(*packages: str) -> None:

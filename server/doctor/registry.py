@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from server.doctor.world import World
+from server.missing import setup
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -81,5 +82,5 @@ def all_checks() -> list[Check]:
 
 def _unable(name: str, package: str) -> Check:
     """Stands for a check that cannot run without `package`."""
-    mend = "`make setup`, or scripts/install.sh VENV requirements/{cpu,cuda}.txt"
-    return Check(name, "", lambda _: [fail(f"the package {package} is not installed, so this cannot be checked", mend)])
+    text = f"the package {package} is not installed, so this cannot be checked"
+    return Check(name, "", lambda _: [fail(text, setup())])

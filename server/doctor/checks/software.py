@@ -13,7 +13,7 @@ from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import World, file_system, size, torch_cuda, version_of
 from server.errors import ConfigError
 from server.gpus import DEVICES_ENV, visible_devices
-from server.missing import NO_VISION
+from server.missing import NO_VISION, in_checkout, setup
 from weightsync.vllm_engine import VLLM_VERSIONS
 from weightsync.vllm_engine.gpus import Gpus
 from weightsync.vllm_engine.releases import PACKAGES
@@ -29,7 +29,7 @@ def versions(world: World) -> Iterator[Finding]:
     yield judge_python(sys.version_info[:2])
     engine = next((name for name in PACKAGES if version_of(name)), None)
     if engine is None:
-        yield fail("no vLLM is installed", "`make setup`, or scripts/install.sh VENV requirements/{cpu,cuda}.txt")
+        yield fail("no vLLM is installed", setup())
     yield from judge_vision(world)
     pinned = LISTS / ("cuda.txt" if engine == "vllm" else "cpu.txt")
     if pinned.exists():
@@ -99,13 +99,15 @@ def judge_compiled(built_from: str, sources: str, pure: str, compiler: str | Non
         return ok("compiled from the sources as they are")
     state = "older than its sources, which run instead, slower" if built_from else "not compiled: it runs slower"
     if compiler is None:
-        return warn(f"{state}; no C compiler", "Install one (apt-get install gcc python3-dev), then `make setup`")
-    return warn(state, f"`make setup` (it uses {compiler})")
+        return warn(f"{state}; no C compiler", f"Install one (apt-get install gcc python3-dev), then {COMPILE}")
+    return warn(state, f"{COMPILE} (it uses {compiler})")
 
 
+# pip installs of a gateway what was there when its wheel was built.
+COMPILE = setup() if in_checkout() else "`make setup` in a checkout of this release, and pip install that"
 # The oldest Linux driver for any minor release of a major one (CUDA release notes, "minor version compatibility").
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-BUILDS = "`make clean && make setup ACCEL=cuda` installs the builds for GPUs"
+BUILDS = f"Install the builds for GPUs: {setup('cuda', anew=True)}"
 
 
 @check("gpu", "GPUs, their driver and the CUDA of the installed torch; how many are needed, and whether they are free")
@@ -132,8 +134,8 @@ def _none_seen(world: World, cuda: str | None, seen: Gpus | None) -> Finding:
         return warn("an NVIDIA driver is here, but torch is its CPU build", BUILDS) if driver else nothing
     text = f"torch is built for CUDA {cuda}, and no GPU is seen"
     if seen is None:
-        return fail(f"{text}: nvidia-ml-py is not installed", "scripts/install.sh VENV requirements/cuda.txt")
-    mend = "Start the container with --gpus all, install the driver, or set up again with `make setup ACCEL=cpu`"
+        return fail(f"{text}: nvidia-ml-py is not installed", setup("cuda"))
+    mend = f"Start the container with --gpus all, install the driver, or set up for CPUs: {setup('cpu', anew=True)}"
     return fail(f"{text} ({seen.why_none})", "Reload or reinstall the NVIDIA driver of this kernel" if driver else mend)
 
 
@@ -208,7 +210,7 @@ def judge_caches(world: World, places: Mapping[str, Path]) -> Iterator[Finding]:
             yield ok(f"{name} keeps what it compiles in {place}")
 
 
-INSTALL = "`make setup`, or apt-get install bubblewrap; needed only for rewards that run a model's code"
+BUBBLEWRAP = "apt-get install bubblewrap; needed only for rewards that run a model's code"
 SWITCHES = {
     "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=15000"),
     "/proc/sys/kernel/unprivileged_userns_clone": ("0", "sysctl kernel.unprivileged_userns_clone=1"),
@@ -229,7 +231,7 @@ def sandbox(world: World) -> Iterator[Finding]:
 def judge_sandbox(world: World, bubblewrap: str | None, *, as_root: bool) -> Finding:
     """A trial says more than the switches; they say what to mend. Root needs no user namespace."""
     if bubblewrap is None:
-        return warn("no bubblewrap (`bwrap`)", INSTALL)
+        return warn("no bubblewrap (`bwrap`)", BUBBLEWRAP)
     user = [] if as_root else ["--unshare-user"]
     apart = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     trial = world.run([bubblewrap, *user, *apart, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"])

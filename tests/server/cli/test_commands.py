@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from server import missing
 from server.cli.app import GROUPS, app
 from server.cli.commands import UP
 from server.errors import CliError
@@ -198,9 +199,27 @@ def test_a_command_names_the_package_that_is_missing(without: str, command: list
     done = hotswap(without, *command)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    missing = f"the package {without.partition(',')[0]} is not installed"
-    [line] = [line for line in done.stderr.splitlines() if missing in line]
-    assert "pip install" in line
+    text = f"the package {without.partition(',')[0]} is not installed"
+    [line] = [line for line in done.stderr.splitlines() if text in line]
+    assert missing.setup() in line
+
+
+def test_what_is_missing_is_installed_as_hotswap_was(tmp_path: Path) -> None:
+    """In a checkout by make; of a package that pip installed there is no Makefile."""
+    assert "pip install 'hotswap[cpu]'" in (said := missing.setup(root=tmp_path))
+    assert "hotswap[cuda]" in said
+    assert (
+        missing.setup("cuda", anew=True, root=tmp_path) == "in a new virtual environment, `pip install 'hotswap[cuda]'`"
+    )
+    (tmp_path / "Makefile").touch()
+    assert missing.setup(root=tmp_path) == missing.setup() == "`make setup`"
+    assert missing.setup("cuda", anew=True, root=tmp_path) == "`make clean && make setup ACCEL=cuda`"
+
+
+def test_what_make_sets_up_is_what_this_says() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert {"setup", "clean"} <= {*re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)}
+    assert re.search(r"^ACCEL\b", makefile, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("without", "check"), [("cryptography", "cluster-tls"), ("psutil", "ports")])

@@ -47,7 +47,7 @@ DRIVER = {"/proc/driver/nvidia/version": "NVRM version"}
     [
         ({}, Gpus((), why_none="NVML: Driver Not Loaded"), "13.0", "fail", ["Driver Not Loaded", "--gpus all"]),
         (DRIVER, Gpus((), why_none="the driver has no GPU"), "13.0", "fail", ["has no GPU", "reinstall"]),
-        ({}, None, "13.0", "fail", ["nvidia-ml-py", "cuda.txt"]),
+        ({}, None, "13.0", "fail", ["nvidia-ml-py", "ACCEL=cuda"]),
         ({}, None, None, "skip", ["CPU build"]),
         (DRIVER, None, None, "warn", ["CPU build", "ACCEL=cuda"]),
     ],
