@@ -79,12 +79,14 @@ class Tools(Environment):
             found = json.loads(call)
         except ValueError as error:
             return f"error: the call is not JSON ({error})"
-        if not isinstance(found, dict) or not isinstance(found.get("arguments", {}), dict):
+        named = found if isinstance(found, dict) else {"arguments": None}
+        arguments = named.get("arguments", named.get("parameters", {}))  # the second is Llama's name for them
+        if not isinstance(arguments, dict):
             return 'error: write a call as {"name": "...", "arguments": {...}}'
-        tool = self._tools.get(str(found.get("name")))
+        tool = self._tools.get(str(named.get("name")))
         if tool is None:
-            return f"error: there is no tool {found.get('name')!r}; there are {', '.join(self._tools)}"
-        return await tool.call(found.get("arguments", {}))
+            return f"error: there is no tool {named.get('name')!r}; there are {', '.join(self._tools)}"
+        return await tool.call(arguments)
 
 
 def _reply(text: str) -> Message:
@@ -170,6 +172,14 @@ async def _mcp_tools(config: McpTools) -> AsyncIterator[list[Tool]]:
         await server.close()
 
 
+def _refused(error: Exception) -> bool:
+    """Whether the server answered with this error, as to arguments that the model left out."""
+    from mcp.shared.exceptions import MCPError
+    from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+    return isinstance(error, MCPError) and error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT)
+
+
 class McpServer:
     """A connection to an MCP server, through the official SDK, which is made anew when it was lost.
 
@@ -208,11 +218,15 @@ class McpServer:
             try:
                 result = await client.call_tool(listed.name, arguments)
             except Exception as error:
+                if _refused(error):
+                    return f"error: {error or listed.name + ' failed'}"
                 await self._drop()
                 raise EnvironmentFailed(
                     f"the MCP server {self._name} broke off a call of {listed.name} ({error or type(error).__name__})."
                 ) from None
             text = "\n".join(block.text for block in result.content if getattr(block, "type", "") == "text")
+            if not result.content and result.structured_content is not None:
+                text = json.dumps(result.structured_content, ensure_ascii=False)
             if result.is_error:
                 return f"error: {text or f'{listed.name} failed'}"
             return text

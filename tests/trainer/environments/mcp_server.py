@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 from mcp.server import MCPServer
+from mcp.shared.exceptions import MCPError
+from mcp_types import INVALID_PARAMS, CallToolResult
 
 server = MCPServer("tests")
 
@@ -19,6 +21,18 @@ def multiply(a: int, b: int) -> str:
 def refuse() -> str:
     """Always fails."""
     raise ValueError("not today")
+
+
+@server.tool()
+def strict() -> str:
+    """Answers with an error of the protocol, as some servers do where an argument is missing."""
+    raise MCPError(INVALID_PARAMS, "Invalid arguments: `b` is missing")
+
+
+@server.tool()
+def structured() -> CallToolResult:
+    """Has no text."""
+    return CallToolResult(content=[], structured_content={"sum": 5})
 
 
 @server.tool()

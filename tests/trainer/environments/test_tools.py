@@ -65,6 +65,9 @@ async def test_calls_are_answered_in_their_order_and_without_one_the_episode_end
     tools = (FunctionTool(target=f"{HERE}:add"), FunctionTool(target=f"{HERE}:slow_add"))
     assert await said(f"I add. {call('add', a=1, b=2)}{call('slow_add', a=9)}", *tools) == ["3", "10"]
     assert await said('<tool_call>{"name": "add", "arguments": {"a": 4}}', *tools) == ["5"], "the end was a stop token"
+    assert await said('<tool_call>{"name": "add", "parameters": {"a": 4}}</tool_call>', *tools) == ["5"], (
+        "as Llama does"
+    )
     async with open_tools(tools) as found:
         assert (await Tools(ToolsEnvironment(tools=tools), found).step("It is 4.")).done
 
@@ -110,6 +113,8 @@ async def test_the_tools_of_an_mcp_server() -> None:
     assert await said(call("multiply", a=6, b=7), SERVER) == ["42"]
     (text,) = await said(call("refuse"), SERVER)
     assert text.startswith("error: ")
+    several = call("strict") + call("structured") + call("multiply", a=2, b=3)
+    assert await said(several, SERVER) == ["error: Invalid arguments: `b` is missing", '{"sum": 5}', "6"]
 
 
 async def test_floods_and_dead_servers_seen_from_the_trainer() -> None:
