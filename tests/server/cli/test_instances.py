@@ -14,6 +14,7 @@ from server.cli import instances
 from server.cli.app import app
 from server.errors import CliError
 from server.gateway import UpstreamSettings
+from server.orders import SleeperRecord, sleepers
 from server.up.paths import ServerInfo
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received
@@ -157,6 +158,12 @@ async def test_status_shows_the_active_version_and_the_last_swaps(gateway: Runni
     assert swaps[2].endswith(" s ago: has NaN")
     elsewhere = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--url", url], env={"COLUMNS": "200"})
     assert f"active: {shared}" in elsewhere.output, "it needs no state directory"
+
+
+async def test_one_that_sleeps_is_listed_with_what_wakes_it(gateway: RunningGateway) -> None:
+    sleeper = SleeperRecord("instance-0", 1, 1, "here", 0.0)
+    gateway.store.put(f"{sleepers(KEYS)}instance-0", sleeper.to_json())
+    assert "instance-0: asleep; `hotswap instances wake instance-0` wakes it\n" in await run(gateway, "list")
 
 
 async def test_drain_waits_for_what_is_there(gateway: RunningGateway) -> None:
