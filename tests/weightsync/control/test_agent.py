@@ -236,13 +236,6 @@ async def test_a_lease_that_is_lost_while_staging_is_replaced_at_once(fleet: Fle
     assert engine.calls == [("stage", 1)]
 
 
-async def test_the_lease_before_ends_when_the_next_one_holds_the_record(fleet: Fleet) -> None:
-    await fleet.instance("a", ttl_s=3600)
-    former = fleet.lease("a")
-    former.lost.set()
-    await eventually(lambda: fleet.participants["a"]._lease is not former and keepers() == 1)
-
-
 async def test_a_commit_of_what_is_being_staged_does_not_begin_it_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -61,19 +59,6 @@ async def test_one_record_that_cannot_be_read_does_not_end_the_swaps(fleet: Flee
     assert engine.running == bad + 1
     with refused("unknown_version"):
         await coordinator.activate(bad)
-
-
-async def test_a_publisher_waits_through_an_outage_of_the_store(fleet: Fleet, tmp_path: Path) -> None:
-    fleet.coordinator(leader_ttl_s=1.0)
-    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
-    publishing = asyncio.create_task(fleet.publish(activate=True, timeout_s=60))
-    await eventually(lambda: engine.calls)
-    os.rename(tmp_path / "store.db", tmp_path / "away.db")
-    await stays(lambda: not publishing.done(), 0.3)
-    os.rename(tmp_path / "away.db", tmp_path / "store.db")
-    engine.go_on()
-    assert await publishing == 1
-    await eventually(lambda: engine.running == 1)
 
 
 async def test_rollback_needs_no_new_bytes_and_loses_no_epoch(fleet: Fleet) -> None:
@@ -178,20 +163,6 @@ def out_of_memory() -> None:
     raise RuntimeError("out of memory")
 
 
-async def test_a_new_coordinator_finishes_what_it_finds_prepared(fleet: Fleet) -> None:
-    first = fleet.coordinator()
-    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
-    swap = asyncio.create_task(first.activate(await fleet.publish()))
-    await eventually(lambda: fleet.participants["a"].record.state == "STAGING")
-    await first.stop()
-    engine.go_on()
-    await eventually(lambda: fleet.participants["a"].record.state == "STAGED")
-    assert engine.running is None
-    fleet.coordinator()
-    assert (await swap).ok
-    assert engine.running == 1
-
-
 async def test_a_new_coordinator_aborts_what_cannot_succeed_any_more(fleet: Fleet) -> None:
     store = fleet.store()
     version = await fleet.publish()
@@ -201,21 +172,6 @@ async def test_a_new_coordinator_aborts_what_cannot_succeed_any_more(fleet: Flee
     engine = await fleet.instance("a")
     coordinator = fleet.coordinator()
     assert (await coordinator.activate(version)).ok
-    assert engine.running == version
-
-
-async def test_a_new_coordinator_finishes_a_commit(fleet: Fleet) -> None:
-    store = fleet.store()
-    version = await fleet.publish()
-    swap = SwapRecord("old", version, "commit", ("a",), deadline=1.0, opened_at=0.0)
-    committed = ActiveRecord(version, 1, None, "old", 0.0)
-    target = TargetRecord(version, "old", "test", 1.0)
-    await store.txn({}, {KEYS.target: target.to_json(), KEYS.swap: swap.to_json(), KEYS.active: committed.to_json()})
-    engine = await fleet.instance("a")
-    _, revision = await store.list("")
-    fleet.coordinator()
-    event = await asyncio.wait_for(anext(store.watch(KEYS.swap, revision + 1)), 60)
-    assert SwapRecord.from_json(event.kv.value).phase == "done"
     assert engine.running == version
 
 
@@ -487,19 +443,6 @@ async def test_a_swap_outlives_a_kill_and_restart_of_etcd(server: Etcd) -> None:
         assert await publishing == 1
         await eventually(lambda: engine.running == 1)
         assert await fleet.publish(activate=True, timeout_s=60) == engine.running == 2
-
-
-async def test_a_lease_that_ends_between_decision_and_commit(
-    etcd: Etcd, arena_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """etcd deletes the record by itself, and no compare sees that. The instance lives, registers anew and follows."""
-    url = etcd.url("ended")
-    async with running_fleet(url) as fleet:
-        store = fleet.coordinator()._store
-        engines = [await fleet.instance("a"), await fleet.instance("b", ttl_s=6)]
-        before_the_commit(store, monkeypatch, lambda: store.revoke(fleet.lease("b").id))
-        assert await fleet.publish(activate=True, timeout_s=60) == 1
-        await eventually(lambda: [e.running for e in engines] == [1, 1])
 
 
 @pytest.mark.parametrize("server", [("--max-txn-ops=12",)], indirect=True)

@@ -227,15 +227,3 @@ async def test_a_caller_that_is_cancelled_while_it_stops_ends(store: Store) -> N
     stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopping
-
-
-async def test_a_leader_finds_its_way_back_after_an_outage_of_the_store(fleet: Fleet, tmp_path: Path) -> None:
-    coordinator = fleet.coordinator(leader_ttl_s=TTL_S)
-    engine = await fleet.instance("a")
-    version = await fleet.publish()
-    await eventually(lambda: coordinator.leads)
-    os.rename(tmp_path / "store.db", tmp_path / "away.db")
-    await eventually(lambda: not coordinator.leads)
-    os.rename(tmp_path / "away.db", tmp_path / "store.db")
-    assert (await Coordinator(fleet.store(), MODEL).activate(version)).ok
-    assert engine.running == 1

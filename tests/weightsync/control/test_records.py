@@ -1,24 +1,17 @@
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import replace
-from pathlib import Path
-
-import numpy as np
 import orjson
 import pytest
 
 from weightsync.control.records import (
     ActiveRecord,
     CopyHostRecord,
-    CopyRecord,
     ErrorInfo,
     InstanceRecord,
     Keys,
     ShareRecord,
     SplitRecord,
     SwapRecord,
-    TargetRecord,
     VersionRecord,
 )
 from weightsync.control.strict_json import Record
@@ -26,20 +19,11 @@ from weightsync.errors import RecordError
 
 VERSION = VersionRecord(7, "ready", "/dev/shm/x/slot-0", 10, "ab", None, 3, "trainer", 1, 1.5, "", 2)
 SWAP = SwapRecord("id", 7, "prepare", ("a", "b"), deadline=2.0, opened_at=1.0)
-TARGET = TargetRecord(7, "id", "trainer", 60.0)
-COPY = CopyRecord("b", "//b/x", "d" * 32, 7, "failed", "b:1", 2.0, ErrorInfo("code", "why"), "base")
 INSTANCE = InstanceRecord("a", "http://127.0.0.1:1", error=ErrorInfo("code", "message", "tensor"))
 
 
 def raw_of(record: Record, **changes: object) -> bytes:
     return orjson.dumps(orjson.loads(record.to_json()) | changes)
-
-
-@pytest.mark.parametrize(
-    "record", [VERSION, SWAP, INSTANCE, COPY, replace(COPY, rack="r1"), ActiveRecord(7, 1, None, "id", 1.0)]
-)
-def test_round_trip(record: Record) -> None:
-    assert type(record).from_json(record.to_json()) == record
 
 
 @pytest.mark.parametrize(
@@ -71,24 +55,6 @@ def test_fields_with_a_default_may_be_left_out_and_are_not_written() -> None:
     split = SplitRecord((ShareRecord(2, 10.0, ("a",)),))
     written = ActiveRecord(7, 1, None, "id", 1.0, split=split).to_json()
     assert orjson.loads(written)["split"] == {"shares": [{"version": 2, "percent": 10.0, "instances": ["a"]}]}
-
-
-@pytest.mark.parametrize(
-    ("record", "change"),
-    [
-        *((VERSION, {"step": step}) for step in ("8", 8.0, True, np.int64(8))),
-        *((VERSION, {"source": source}) for source in (None, 3, Path("/a"))),
-        (VERSION, {"publisher": 4}),
-        (VERSION, {"created_at": float("nan")}),
-        *((TARGET, change) for change in ({"mode": "Together"}, {"deadline_s": "9"}, {"requested_by": 4})),
-    ],
-)
-def test_nothing_is_written_that_cannot_be_read(record: Record, change: dict[str, object]) -> None:
-    changed = copy(record)
-    for name, value in change.items():
-        object.__setattr__(changed, name, value)
-    with pytest.raises(RecordError, match="Nothing was written"):
-        changed.to_json()
 
 
 def test_a_record_that_cannot_be_read_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

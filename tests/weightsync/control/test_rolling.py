@@ -154,17 +154,6 @@ async def _wish(fleet: Fleet, version: int) -> bool:
     return (await fleet.read(KEYS.target, TargetRecord)).version == version
 
 
-async def test_one_instance_is_its_own_canary(fleet: Fleet) -> None:
-    probing = Probing(fleet)
-    coordinator = fleet.coordinator(probe=probing)
-    engine = await fleet.instance("a")
-    for value in (0.0, 1.0):
-        assert (await coordinator.activate(await fleet.publish(value), mode="rolling")).ok
-    assert (engine.running, len(probing.seen)) == (2, 1)
-    back = await coordinator.rollback(mode="rolling")
-    assert (back.ok, back.version, engine.running, len(probing.seen)) == (True, 1, 1, 2)
-
-
 async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: Fleet) -> None:
     coordinator = await fleet.serving("ab")
     engine = fleet.engines["a"]
@@ -207,18 +196,6 @@ async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_comm
     probing.go.set()
     assert (await swap).ok
     await eventually(lambda: late.running == 2 and fleet.participants["a"].record.active_epoch == 2)
-
-
-async def test_a_canary_that_tears_ends_its_trial(fleet: Fleet) -> None:
-    coordinator = await fleet.serving("abc")
-
-    def fail() -> None:
-        raise RuntimeError("out of memory")
-
-    fleet.engines["a"].on_commit = fail
-    report = await coordinator.activate(await fleet.publish(), mode="rolling")
-    assert (report.ok, report.reason) == (False, "instance a is TORN")
-    assert {engine.running for name, engine in fleet.engines.items() if name != "a"} == {1}
 
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])

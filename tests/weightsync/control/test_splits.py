@@ -381,21 +381,3 @@ async def test_a_dead_instance_of_a_version_is_replaced_and_a_newcomer_evens_it_
         return (newest.requested_by, newest.split is not None) == ("placement", True)
 
     await eventually(newest_is_a_placement)
-
-
-async def test_a_rolling_split_that_fails_its_probe_changes_nothing(fleet: Fleet) -> None:
-    asked: list[tuple[str, int]] = []
-
-    async def probe(canary: InstanceRecord, swap: SwapRecord, active: ActiveRecord | None) -> ProbeResult:
-        asked.append((canary.id, swap.target))
-        return ProbeResult(len(asked) > 1, "drift")
-
-    coordinator = await fleet.serving("ab", probe=probe)
-    second = await fleet.publish(1.0)
-    report = await divide(coordinator, {1: 99, second: 1}, mode="rolling", drain_s=0)
-    assert (report.ok, "drift" in (report.reason or "")) == (False, True)
-    await eventually(lambda: runs(fleet) == {1: 2})
-    await eventually(lambda: {p.record.state for p in fleet.participants.values()} == {"SERVING"})
-    assert (await divide(coordinator, {1: 99, second: 1}, mode="rolling", drain_s=0)).ok
-    assert asked == [("a", 2), ("a", 2)]
-    assert runs(fleet) == {1: 1, 2: 1}
