@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.weightsync.fleet import running_fleet
-from tests.weightsync.memory.test_arena import small_file_system
 from tests.weightsync.publish.test_publisher import SCHEMA
 from tests.weightsync.tensors import model
 from weightsync import BucketPublisher, Publisher, Quantizer, RemotePublisher
 from weightsync.control.records import InstanceRecord, Keys
-from weightsync.errors import ManifestError, PeerRefused, PublishError, TransportUnavailable
-from weightsync.publish.draft import Draft
+from weightsync.errors import PublishError
 
 CONFIG = {"model_type": "llama", "vocab_size": 32}
 Way = Callable[[Publisher, Path, pytest.MonkeyPatch], object]
@@ -76,12 +73,6 @@ def out_of_reach(publisher: Publisher, directory: Path, patch: pytest.MonkeyPatc
     RemotePublisher("http://127.0.0.1:9", "key", "demo").publish(model())
 
 
-def closed_remote(publisher: Publisher, *_: Any) -> None:
-    remote = RemotePublisher("http://127.0.0.1:9", "key", "demo")
-    remote.close()
-    remote.publish(model())
-
-
 def taken_bucket(publisher: Publisher, directory: Path, _: Any) -> None:
     bucket = BucketPublisher(f"file://{directory}/bucket", model="demo")
     BucketPublisher(f"file://{directory}/bucket", model="demo").publish(model())
@@ -120,40 +111,3 @@ WAYS: dict[str, Way] = {
 def test_a_way_to_fail(store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     publisher = Publisher(store_url, model="demo")
     failing(lambda: WAYS[code](publisher, tmp_path, monkeypatch), code)
-
-
-def test_a_closed_remote_publisher(publisher: Publisher) -> None:
-    failing(lambda: closed_remote(publisher), "store_closed")
-
-
-def test_without_room(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with small_file_system(1 << 20) as directory:
-        monkeypatch.setenv("HOTSWAP_ARENA", str(directory))
-        with Publisher(store_url, model="demo") as publisher:
-            error = failing(lambda: publisher.publish(model(width=512)), "arena_full")
-    assert (vars(error)["needed"] > vars(error)["free"], type(error)) == (True, PublishError)
-
-
-async def test_an_instance_that_refuses(store_url: str) -> None:
-    def refuse(_: object) -> None:
-        raise ManifestError("the slot is another one")
-
-    async with running_fleet(store_url) as fleet:
-        await fleet.serving("a")
-        fleet.engines["a"].on_stage = refuse
-        with pytest.raises(PublishError, match="instance a: the slot is another one") as caught:
-            await fleet.publish(1.0, activate=True)
-    assert caught.value.code == "swap_aborted"
-
-
-@pytest.mark.parametrize(
-    "cause", [ManifestError("m"), PeerRefused("b", 503, "busy", "later"), TransportUnavailable("nixl", "gone", "look")]
-)
-def test_what_an_error_within_says_stays(publisher: Publisher, monkeypatch: pytest.MonkeyPatch, cause: Any) -> None:
-    def fail(*_: object) -> None:
-        raise cause
-
-    monkeypatch.setattr(Draft, "_finish", fail)
-    error = failing(lambda: publisher.publish(model()), cause.code)
-    assert (str(error), error.tensor, error.__cause__) == (str(cause), None, cause)
-    assert vars(error).items() >= vars(cause).items()

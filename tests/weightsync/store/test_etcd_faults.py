@@ -192,17 +192,6 @@ async def test_a_lease_that_ended_while_etcd_was_frozen_is_reported(server: Etcd
     await keeper.stop()
 
 
-async def test_a_lease_outlives_a_restart_if_it_is_kept_alive(server: Etcd, store: Store) -> None:
-    keeper = await LeaseKeeper.grant(store, 10 * MIN_LEASE_S)
-    await store.put("leased/a", b"1", keeper.id)
-    await asyncio.to_thread(server.restart)
-    await persistently(lambda: store.keep_alive(keeper.id))
-    assert not keeper.lost.is_set()
-    assert (await store.get("leased/a")).lease == keeper.id  # type: ignore[union-attr]
-    await keeper.end()
-    assert await store.get("leased/a") is None
-
-
 async def test_an_etcd_that_lost_its_data_is_never_taken_for_the_store_it_was(server: Etcd, store: Store) -> None:
     for _ in range(4):
         await store.put("a", b"1")

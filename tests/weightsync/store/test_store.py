@@ -98,22 +98,6 @@ async def test_a_list_and_a_watch_may_begin_at_a_key(store: Store) -> None:
         assert [(await anext(events)).kv.key for _ in range(2)] == ["m/t", "m/s"]
 
 
-async def test_increments_by_several_clients_are_never_lost(store: Store, store_url: str) -> None:
-    async def increment(times: int) -> None:
-        client = open_store(store_url)
-        for _ in range(times):
-            while True:
-                found = await client.get("n")
-                value = int(found.value) if found else 0
-                with contextlib.suppress(Conflict):
-                    await client.compare_and_swap("n", found.mod_revision if found else 0, b"%d" % (value + 1))
-                    break
-        await client.close()
-
-    await asyncio.gather(*[increment(20) for _ in range(4)])
-    assert (await store.get("n")).value == b"80"  # type: ignore[union-attr]
-
-
 async def test_a_lease_takes_its_keys_along(store: Store) -> None:
     lease = await store.grant_lease(3.0)
     start = await store.put("leased/a", b"1", lease)
