@@ -47,22 +47,6 @@ def test_a_peer_killed_in_the_middle_goes_on_where_it_was(hosts: Hosts) -> None:
     assert resumed < chunks
 
 
-def test_a_holder_that_dies_is_replaced(hosts: Hosts) -> None:
-    """c reads from a alone, which is killed; b, which has it too, comes up later."""
-    hosts.start("ab")
-    digest = hosts.published("a")
-    hosts.wait_copy("b", digest)
-    hosts.kill("b")
-    wait_until(lambda: "b" not in hosts.copies(digest))
-    hosts.start("c", *SLOW)
-    hosts.wait_copy("c", digest, "fetching")
-    wait_until(lambda: hosts.received("c", holder="a") >= 2 * CHUNK)
-    hosts.kill("a")
-    hosts.start("b")
-    hosts.arrived("c", digest, like="b")
-    assert hosts.received("c", holder="b") > 0
-
-
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_who_feeds_a_host_may_die_or_stall_in_the_middle(hosts: Hosts, sent: signal.Signals) -> None:
     """Of three receivers in a row one has the others below it, in the one tree or the other."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.weightsync.codes import refused
@@ -85,27 +85,6 @@ def test_the_rarest_chunk_goes_first(situation: Situation) -> None:
         assert (of.distance, of.active + reads[of.host]) == best
         taken.add(read.chunk)
         reads[read.host] += 1
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.data())
-def test_a_fetch_ends_whenever_every_chunk_has_a_live_holder(data: st.DataObject) -> None:
-    """Reads end in any order, fail, and hosts come and go; one host with everything is always there, under any name."""
-    chunks = data.draw(CHUNKS)
-    planner = Planner(chunks, "me", data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6)))
-    done, flying = Bitmap(chunks), list[Assignment]()
-    failures = 3 * chunks
-    while not done.complete:
-        holders = [*data.draw(holders_of(chunks)), Holder("whole", 3)]
-        present = {holder.host for holder in holders}
-        flying = [read for read in flying if read.host in present]
-        flying += planner.next(holders, done, flying)
-        assert flying, "stuck"
-        ended = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
-        if failures and data.draw(st.booleans()):
-            failures -= 1
-        else:
-            done.add(ended.chunk)
 
 
 def test_receivers_diverge() -> None:
