@@ -23,6 +23,7 @@ from tests.trainer.api.finetuning.client import losses as job_losses
 from tests.trainer.api.server import ApiServer, datum, learn, new, serving, sums
 from tests.trainer.api.test_losses import body, data_for
 from tests.trainer.faults.test_ranks import rank_process
+from tests.trainer.fleet import exported
 from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until
 from trainer.api.__main__ import main
@@ -61,10 +62,6 @@ def close(said: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
         assert mine["norm"] == pytest.approx(theirs["norm"], rel=5e-4)
 
 
-def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
-
-
 def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -90,11 +87,11 @@ def test_ranks_train_as_one_does_and_go_on_in_its_place(
     alone, said = told({}, PASSES, "one"), told(parallel, PASSES, "more")
     assert alone[0]["losses"] != alone[-1]["losses"][:2]
     close(said, alone)
-    one, several = tensors(tmp_path / "one"), tensors(tmp_path / "more")
+    one, several = exported(tmp_path / "one"), exported(tmp_path / "more")
     alike(several, one)
-    exported = [tensors(tmp_path / state / "export") for state in ("one", "more")]
-    assert exported[0].keys() == exported[1].keys()
-    assert {f"weight.{name}" for name in exported[0]} == {name for name in one if name.startswith("weight.")}
+    exports = [exported(tmp_path / state / "export") for state in ("one", "more")]
+    assert exports[0].keys() == exports[1].keys()
+    assert {f"weight.{name}" for name in exports[0]} == {name for name in one if name.startswith("weight.")}
     on = [told(layout, PASSES[:1], "on", begin) for layout, begin in (({}, "more"), (parallel, "one"))]
     close(on[0], on[1])
     assert on[0][0]["losses"] != alone[0]["losses"]

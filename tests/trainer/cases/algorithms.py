@@ -48,21 +48,18 @@ def _built(path: str, algorithm: dict[str, Any], parallel: dict[str, Any], **con
     return engine(path, parallel, **settings | config)
 
 
-def _batch(algorithm: Algorithm, step: int, packing: PackingConfig | None = None, ranks: int = 1) -> Fields:
+def _batch(algorithm: Algorithm, step: int, ranks: int = 1) -> Fields:
     sequences = algorithm.sequences(preferences(4, seed=step), groups(3, 3, seed=step), 5)
-    return assemble(sequences, packing, ranks=ranks, minibatches=algorithm.minibatches)
+    return assemble(sequences, None, ranks=ranks, minibatches=algorithm.minibatches)
 
 
-def algorithms(
-    path: str, parallel: dict[str, Any], names: list[str], packed: bool = False
-) -> dict[str, list[dict[str, float]]]:
+def algorithms(path: str, parallel: dict[str, Any], names: list[str]) -> dict[str, list[dict[str, float]]]:
     """All numbers of two steps with each of the algorithms."""
     result = {}
     for name in names:
         with _built(path, ALGORITHMS[name], parallel) as built:
-            packing = PackingConfig(max_tokens=40) if packed else None
             ranks = parallel.get("data", 1)
-            result[name] = [numbers(built.step(_batch(built.algorithm, step, packing, ranks))) for step in range(2)]
+            result[name] = [numbers(built.step(_batch(built.algorithm, step, ranks=ranks))) for step in range(2)]
     return result
 
 

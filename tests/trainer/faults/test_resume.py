@@ -110,42 +110,6 @@ def test_an_asynchronous_run(zygote: Zygote, config: dict[str, Any], tmp_path: P
         assert len(asked) == 4 * (20 - second) - finished
 
 
-@pytest.mark.broad
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("schedule", ["colocated", "one-step-off"])
-def test_a_run_of_partial_rollouts(
-    zygote: Zygote, config: dict[str, Any], tmp_path: Path, qwen2: str, schedule: str
-) -> None:
-    """Answers of up to four rounds, problems by their success, groups that are sent back: which groups a step gets
-    depends on none of it being fast. What was begun goes on from the tokens in the checkpoint."""
-    with fleet(qwen2, tmp_path, kind=Unmoved) as running:
-        config |= reinforced(
-            running,
-            algorithm={"name": "grpo", "samples_per_prompt": 4, "drop_zero_std": True},
-            rewards=[{"kind": "regex", "pattern": "^[0-5]"}],
-            order={"prioritize": True},
-            rollout={"max_tokens": 12, "token_budget": 3},
-            schedule={"name": schedule},
-            gateway={"url": running.server.url, "api_key_env": "RUN"},
-            checkpoint=config["checkpoint"] | {"keep": 100},
-            steps=10,
-            batch=2,
-        )
-        second = repeats_itself(zygote, config, tmp_path, random.randrange(4, 7), "rollout_tokens")
-
-        kept = tmp_path / "checkpoints" / f"step-{second:08d}" / "parts" / "rollouts.json"
-        groups = [entry["group"] for entry in json.loads(kept.read_text())["pending"]]
-        begun = [sample for group in groups if group and "samples" in group for sample in group["samples"] if sample]
-        unfinished = [s["trajectory"]["turns"][0]["token_ids"] for s in begun if s["score"] is None]
-        assert unfinished, "there was something to go on with"
-        asked = [
-            body["prompt_token_ids"]
-            for body, headers in zip(running.server.requests, running.server.headers, strict=True)
-            if headers["authorization"] == "Bearer resumed"
-        ]
-        assert all(any(prompt[-len(tokens) :] == tokens for prompt in asked) for tokens in unfinished)
-
-
 def budget(model: str, models: float, nbytes: int = 0) -> float:
     """GiB: so often the model's weights, and so many bytes."""
     weights = sum(tensor.nbytes for tensor in load_file(Path(model) / "model.safetensors").values())
