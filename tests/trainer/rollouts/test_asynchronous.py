@@ -59,14 +59,6 @@ def test_what_is_ahead_is_bounded(
     assert len(sampler.sent) == ahead
 
 
-def test_a_slow_group_is_waited_for_before_it_is_too_old(sampler: Sampler) -> None:
-    built = schedule(sampler, max_lag=1)
-    assert sampler.taken(built.take(step=0, steps_left=9), 1, 2, 3) == [1, 2]  # 0 is slow, and may be
-    sampler.version = 1
-    # 4 and 5 were sent for version 1 and would do as well, 0 would not later.
-    assert sorted(sampler.taken(built.take(step=1, steps_left=8), 0)) == [0, 3]
-
-
 @pytest.mark.parametrize("max_lag", [1, 2, 4])
 def test_no_token_is_older_than_the_bound_whatever_finishes_when(sampler: Sampler, max_lag: int) -> None:
     built, luck, steps = schedule(sampler, max_lag), random.Random(max_lag), 200

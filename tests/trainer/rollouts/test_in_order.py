@@ -36,13 +36,6 @@ def test_a_step_gets_its_batch_in_the_order_it_was_drawn(sampler: Sampler) -> No
     assert sampler.in_flight == []  # training has the machine to itself
 
 
-def test_what_is_ready_is_handed_out_while_the_rest_is_sampled(sampler: Sampler) -> None:
-    taking = colocated(sampler).take(step=1, steps_left=1)
-    sampler.soon(lambda: sampler.finish(0))
-    assert next(taking).draw.number == 0
-    assert sampler.in_flight == [1, 2, 3]
-
-
 def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
     schedule = colocated(sampler, useful)
     taking = schedule.take(step=1, steps_left=1)
@@ -197,14 +190,6 @@ def test_what_is_left_over_is_used_in_the_next_step_and_no_more_than_allowed_is(
     assert used == [number for number in range(used[-1] + 1) if by_turns(number)]
     assert schedule.stats()["stale_groups"] == 0
     assert max(lags) == 1
-
-
-def test_a_run_without_a_filter_samples_no_more_than_it_trains_on() -> None:
-    server = AtOnce()
-    schedule = published(build_schedule(ColocatedSchedule(), 4, Feed(Records(), 0), server, useful), server)
-    for server.version in range(5):
-        assert len(list(schedule.take(server.version, 99))) == 4
-    assert len(server.sent) == 20
 
 
 def test_nothing_is_oversampled_for_the_last_step() -> None:

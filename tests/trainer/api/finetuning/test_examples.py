@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from tests.trainer.api.finetuning.client import preferences, sums
 from tests.trainer.data.writing import LLAMA, byte_tokenizer, published
@@ -87,14 +86,6 @@ def test_a_conversation_is_one_sequence_where_the_prompts_continue_each_other(tu
     assert learned(reader, value) == [((4, 5, EOS), [5, EOS]), ((4, 5, 6, 7, EOS), [7, EOS])]
 
 
-def test_a_conversation_of_llama_is_one_sequence(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(byte_tokenizer(tmp_path, LLAMA, (LLAMA[1], LLAMA[5]), LLAMA[5], published("llama3")))
-    value = chat(says("user", "1"), says("assistant", "2"), says("user", "3"), says("assistant", "4"))
-    ((_, found),) = learned(Reader(tokenizer, 1000), value)
-    assert found == [*tokenizer.continuation("2"), *tokenizer.continuation("4")]
-    assert found.count(tokenizer.vocabulary["<|eot_id|>"]) == 2
-
-
 def test_messages_of_weight_0_are_read_and_not_learned(turns: Reader) -> None:
     value = chat(
         says("user", "1"), says("assistant", "2", weight=0), says("user", "3"), says("assistant", "4", weight=1)
@@ -133,17 +124,6 @@ def test_a_preference_has_two_answers_to_one_prompt(reader: Reader) -> None:
     chosen, rejected = reader.sequences(preferences()[2])
     assert (chosen.prompt, chosen.continuation, rejected.continuation) == ((5, 13, 4, 14), (6, EOS), (7, EOS))
     assert rejected.prompt == chosen.prompt
-
-
-def test_the_prompt_is_what_transformers_writes(directory: Path, turns: Reader) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    messages = [says("user", "1+2=")]
-    text = tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=TURNS, add_generation_prompt=True, tokenize=False
-    )
-    (found,) = turns.sequences(chat(*messages, says("assistant", "3"), tools=tools))
-    assert found.prompt == tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def test_a_line_is_as_long_as_the_model_takes(reader: Reader) -> None:
