@@ -138,11 +138,6 @@ def two_ranks(one_rank: Ranks) -> Ranks:
 
 
 @pytest.fixture(scope="session")
-def four_ranks(one_rank: Ranks) -> Ranks:
-    return one_rank.sharing(4)
-
-
-@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The model of the arithmetic task, about 1 M parameters."""
     path = tmp_path_factory.mktemp("models") / "tiny"

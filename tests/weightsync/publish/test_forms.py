@@ -112,13 +112,6 @@ def test_a_version_built_onto_an_older_one_has_its_form(publisher: Publisher) ->
     assert found[0] == found[2] != found[1]
 
 
-def test_a_configuration_that_does_not_fit_publishes_nothing(publisher: Publisher) -> None:
-    publisher.publish(model(), config=CONFIG, wait=False)
-    with refused("config_mismatch", match="vocab_size"):
-        publisher.publish(model() | HEAD, config=UNTIED | {"vocab_size": 32}, activate=False)
-    assert len(publisher.versions()) == 1
-
-
 def test_a_generator_of_other_tensors_is_taken(publisher: Publisher) -> None:
     def named() -> Iterator[tuple[str, Any]]:
         yield from (model() | HEAD).items()
