@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,37 +46,15 @@ def damaged(source: Path, target: Path, how: str) -> Path:
     """A copy of a checkpoint with one thing wrong."""
     shutil.copytree(source, target)
     file = target / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.1.mlp.down_proj.weight"
     if how == "truncated":
-        with file.open("r+b") as f:
-            f.truncate(file.stat().st_size - 1000)
-        return target
-    if how == "no weights":
-        file.unlink()
-        return target
-    if how == "wrong shape":
-        tensors[name] = tensors[name][:, :-1].contiguous()
-    elif how == "wrong dtype":
-        tensors[name] = tensors[name].to(torch.float16)
-    elif how == "missing tensor":
-        del tensors[name]
-    elif how == "extra tensor":
-        tensors["model.layers.9.extra"] = torch.zeros(2)
-    save_file(tensors, file, metadata={"format": "pt"})
+        os.truncate(file, file.stat().st_size - 1000)
+    else:
+        save_file(load_file(file) | {"model.layers.9.extra": torch.zeros(2)}, file, metadata={"format": "pt"})
     return target
 
 
 @pytest.mark.parametrize(
-    ("how", "names"),
-    [
-        ("truncated", "model.safetensors"),
-        ("no weights", "safetensors"),
-        ("wrong shape", "model.layers.1.mlp.down_proj.weight"),
-        ("wrong dtype", "model.layers.1.mlp.down_proj.weight"),
-        ("missing tensor", "model.layers.1.mlp.down_proj.weight"),
-        ("extra tensor", "model.layers.9.extra"),
-    ],
+    ("how", "names"), [("truncated", "model.safetensors"), ("extra tensor", "model.layers.9.extra")]
 )
 def test_bad_checkpoint(
     live: LiveServer, checkpoints: dict[str, Path], serving: tuple[int, list[int]], tmp_path: Path, how: str, names: str
@@ -85,13 +64,6 @@ def test_bad_checkpoint(
     assert 400 <= answer.status_code < 500
     assert names in answer.json()["error"]["message"]
     assert_untouched(live, serving)
-
-
-def test_admin_needs_the_admin_key(live: LiveServer) -> None:
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": live.processes.admin_key}):
-        answer = httpx.get(live.processes.admin_url + "/admin/weights", headers=headers)
-        assert answer.status_code in (401, 403)
-        assert "error" in answer.json()
 
 
 CONTROL = ["/pause", "/resume", "/collective_rpc", "/start_weight_update", "/update_weights", "/sleep"]

@@ -113,9 +113,3 @@ def test_the_gateway_knows_what_it_has_not_sent(watcher: Watcher, live: LiveServ
     prefixes = {prefix for prefix, _ in with_shares(ROUTE, raw, "public")}
     wait_until(lambda: watcher.holds(version, prefixes), 60)
     wait_until(lambda: live.gateway_metric("hotswap_instance_prefixes") == len(watcher.held[version]), 60)
-
-
-def test_only_members_of_the_cluster_are_told(live: LiveServer) -> None:
-    (options,) = live.direct()
-    assert httpx.get(options["base_url"] + PATH).status_code == 401
-    assert live.client.get(PATH).status_code == 404
