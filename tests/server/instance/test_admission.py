@@ -73,16 +73,26 @@ async def test_a_web_socket_of_a_stranger_is_closed() -> None:
     assert (app.served, closing["type"]) == ([], "websocket.close")
 
 
-async def test_what_fails_with_the_engine_is_refused_for_another_instance_to_answer() -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "status", "why"),
+    [(False, False, 500, None), (True, True, 503, "engine"), (False, True, 503, "lost")],
+)
+async def test_what_fails_with_the_engine_is_refused_for_another_instance_to_answer(
+    before: bool, after: bool, status: int, why: str | None
+) -> None:
+    """The engine was dead before the request came, or has died of it for all that is known."""
+    dead = before
+
     async def failing(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal dead
+        dead = after
         await send(head(b"text/plain", 500))
         await send(part(b"whatever vLLM makes of it", more=False))
 
-    for dead, status, header in ((True, 503, "engine"), (False, 500, None)):
-        async with client(Admission(failing, dead=lambda dead=dead: dead)) as ask:  # type: ignore[misc]
-            answer = await ask.post("/generate", json={})
-            assert (answer.status_code, answer.headers.get("x-hotswap-refused")) == (status, header)
-            assert (b"engine_died" in answer.content) == dead
+    async with client(Admission(failing, dead=lambda: dead)) as ask:
+        answer = await ask.post("/v1/completions", json={})
+    assert (answer.status_code, answer.headers.get("x-hotswap-refused")) == (status, why)
+    assert (b"engine_died" in answer.content) == after
 
 
 async def test_it_is_idle_when_the_last_stream_has_ended() -> None:

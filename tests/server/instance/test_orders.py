@@ -174,8 +174,8 @@ async def test_an_order_that_is_not_renewed_ends_by_itself(gateway: RunningGatew
         await eventually(lambda: sleeping_record(gateway, "i0") is None)
 
 
-@pytest.mark.parametrize("what", ["sleep", "wake"])
-async def test_nobody_sleeps_who_is_not_there(gateway: RunningGateway, what: str) -> None:
+@pytest.mark.parametrize("what", ["sleep", "wake", "drain", "resume"])
+async def test_nobody_is_told_who_is_not_there(gateway: RunningGateway, what: str) -> None:
     status, body = await call(gateway, "POST", f"/admin/instances/nobody/{what}")
     assert (status, body["error"]["code"]) == (404, "unknown_instance")
 
@@ -213,7 +213,8 @@ async def test_a_process_started_under_an_order_waits_before_it_has_an_engine(st
     await asyncio.wait_for(resting, 60)
 
 
-async def test_an_instance_starts_although_the_store_is_away() -> None:
+async def test_an_instance_starts_although_the_store_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.store.etcd_members.CALL_TIMEOUT_S", 0.5)
     config = InstanceConfig(model_dir=Path(), model=MODEL, store="etcd://127.0.0.1:9", instance_id="i")
     await asyncio.wait_for(rest(config), 120)
 

@@ -485,25 +485,6 @@ async def test_a_budget_that_changes_while_requests_run_loses_nothing(tmp_path: 
     assert SpentRecord.from_json(found.value).tokens == 1000
 
 
-async def test_two_gateways_add_to_one_record(tmp_path: Path) -> None:
-    store = open_store(f"sqlite://{tmp_path}/store.db")
-    budgets = []
-    for _ in range(2):
-        gateway = Limits({"month_tokens": 0})
-        budgets.append(Budgets(store, gateway))
-        for _ in range(3):
-            grant = gateway.admit(principal(tokens_per_month=10_000), NONE, "/v1/completions", b"{}")
-            assert grant is not None
-            grant.settle(Usage(10, 5), 200)
-    await budgets[0].save()
-    await budgets[1].save()
-    await budgets[0].save()
-    found = await store.get(f"gateway/spent/{this_month(time.time())[0]}/p")
-    assert found is not None
-    assert SpentRecord.from_json(found.value).tokens == 90
-    await store.close()
-
-
 @pytest.mark.parametrize("seed", range(8))
 async def test_no_addition_counts_twice_or_not_at_all(seed: int) -> None:
     """Two gateways add to two keys while answers go on, and a store loses calls and answers."""

@@ -21,13 +21,11 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import GONE_S, Continuation, go_on, silent
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.journal import ReplayMemory
-from server.instance.middleware import Admission
 from server.resume import RESUMABLE, RESUME, RESUMED
 from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, framed
 from tests.server.gateway.fleet.test_fleet import CHAT, HALF_A_HEAD
 from tests.server.gateway.harness import RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Answer, Handler, Link, Received, answering, cut, sending, upstream
-from tests.server.instance.asgi import head, part, sent_by
 from tests.waiting import eventually
 from weightsync.control.agent import LAST_RETRY_S
 from weightsync.control.records import InstanceRecord
@@ -507,19 +505,3 @@ async def test_an_instance_that_is_gone_after_it_cut_a_pooled_connection_counts_
         assert (await gateway.ask(post())).status == 200
         assert (await gateway.ask(post())).status == 502
     assert [len(first.requests), sum(len(other.requests) for other in others)] == [2, 1]
-
-
-@pytest.mark.parametrize(("dies", "why"), [(False, b"engine"), (True, b"lost")])
-async def test_an_instance_says_whether_its_engine_had_the_request(dies: bool, why: bytes) -> None:
-    """Dead before it came, or dead of it for all that is known."""
-    state = {"dead": not dies}
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        state["dead"] = True
-        await send(head(b"text/plain", 500))
-        await send(part(b"EngineDeadError", more=False))
-
-    refusal, answer = await sent_by(Admission(app, dead=lambda: state["dead"]), "/v1/completions")
-    assert refusal["status"] == 503
-    assert (b"x-hotswap-refused", why) in refusal["headers"]
-    assert orjson.loads(answer["body"])["error"]["code"] == "engine_died"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -264,9 +262,3 @@ def test_the_url() -> None:
 def test_wrong_settings(settings: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="--"):
         ObserveSettings(**settings)  # type: ignore[arg-type]
-
-
-def test_opentelemetry_is_not_imported_unless_asked_for() -> None:
-    probe = "import sys, server.gateway.app, server.gateway.main\nprint('opentelemetry' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

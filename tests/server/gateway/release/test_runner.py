@@ -13,7 +13,7 @@ import pytest
 
 from loadtest.simulation.clock import Clock, simulated
 from loadtest.simulation.store import Client, ModelStore
-from server.errors import ConfigError, ServerError
+from server.errors import ServerError
 from server.gateway.access.records import By
 from server.gateway.observe.stats import Finished
 from server.gateway.release.evidence import Observer, Watched, summed
@@ -342,20 +342,10 @@ async def test_an_evaluation_that_nobody_can_make_holds_it(clock: Clock, two: Tw
 
 
 @simulated
-async def test_what_cannot_begin(clock: Clock, two: Two) -> None:
-    releases = two.releases[0]
-    with pytest.raises(ConfigError, match="no metric"):
-        await releases.start(13, "steps: [{traffic: 1, for: 1s, conditions: [{metric: x, max: 1}]}]", By("me"))
-    with refuses(404, match="14"):
-        await releases.start(14, POLICY, By("me"))
+async def test_what_serves_already_is_not_released(clock: Clock, two: Two) -> None:
+    """admin/test_releases.py has what else cannot begin."""
     with refuses(409, match="active already"):
-        await releases.start(12, POLICY, By("me"))
-    await releases.start(13, POLICY, By("me"))
-    await two.until("held")
-    with refuses(409, match="share the traffic"):
-        await releases.start(13, POLICY, By("me"))
-    two.fleet.shares = {}  # an operator has ended the split
-    assert (await two.until("cancelled")).ended
+        await two.releases[0].start(12, POLICY, By("me"))
 
 
 @simulated

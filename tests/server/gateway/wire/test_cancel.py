@@ -28,7 +28,7 @@ from server.gateway.routes import find
 from server.gateway.wire.head import RequestHead
 from server.ports import free_port
 from tests.server.gateway.harness import RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Link, Received, Upstream, streaming, upstream
+from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually, stands_still
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import open_store
@@ -263,18 +263,6 @@ async def test_line_feeds_after_a_body_are_harmless(gateway: RunningGateway) -> 
         assert (await client.answer()).status == 200
         client.writer.write(post())
         assert (await client.answer()).status == 200
-
-
-async def test_a_gateway_that_stops_finishes_its_streams(tmp_path: Path) -> None:
-    go = asyncio.Event()
-    stream = streaming(b"data: 1\n\n", go, b"data: 2\n\n")
-    with running_gateway(tmp_path, upstream=PATIENT) as gateway:
-        async with gateway.instance(stream), gateway.client(post()) as client:
-            await client.reader.readuntil(b"data: 1\n\n")
-            gateway.stop()
-            await eventually(gateway.refuses)
-            go.set()
-            assert await client.rest() == b"\r\n9\r\ndata: 2\n\n\r\n0\r\n\r\n"
 
 
 # many clients that take nothing: what the gateway holds for all of them together stays bounded

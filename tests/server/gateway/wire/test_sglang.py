@@ -340,13 +340,6 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
         yield running
 
 
-@pytest.fixture
-def locked(tmp_path: Path) -> Iterator[RunningGateway]:
-    """A gateway that is to want keys."""
-    with running_gateway(tmp_path, upstream=UPSTREAM) as running:
-        yield running
-
-
 @asynccontextmanager
 async def serving(gateway: RunningGateway, *handlers: Handler) -> AsyncIterator[list[Any]]:
     async with AsyncExitStack() as stack:
@@ -426,11 +419,6 @@ async def test_an_instances_refusal_passes(gateway: RunningGateway) -> None:
     assert (answer.status, answer.body, answer.headers["content-length"]) == (400, error, str(len(error)))
 
 
-async def test_an_answer_that_is_no_completion_is_the_instances_fault(gateway: RunningGateway) -> None:
-    answer, _ = await ask(gateway, answering(b"[]"), TEXT)
-    assert answer.refusal == (502, "bad_upstream")
-
-
 async def test_a_stream_goes_on_at_another_instance(gateway: RunningGateway) -> None:
     """Wherever its instance dies, the client has the stream that it would have had."""
     tokens = [said(text="a", token_ids=[20]), said(text="bc", token_ids=[21])]
@@ -473,15 +461,16 @@ async def test_old_clients_get_it_too(gateway: RunningGateway) -> None:
     assert "transfer-encoding" not in answer.headers
 
 
-async def test_limits_count_the_tokens_of_its_answer(locked: RunningGateway) -> None:
+async def test_limits_count_the_tokens_of_its_answer(tmp_path: Path) -> None:
     """Those that are asked for before it, and those that came after it."""
-    _, key = await new_key(locked, limits={"tokens_per_min": 1000, "max_output_tokens": 50})
-    counted = whole(choice()) | {"usage": {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}}
-    asks = sampling(max_new_tokens=40) | {"text": ["a", "b"]}
-    answer, _ = await ask(locked, answering(orjson.dumps(counted)), asks, key)
-    left = int(answer.headers["x-ratelimit-remaining-tokens"])
-    assert 1000 - left >= 80, "reserved: two answers of 40"
-    answer, _ = await ask(locked, answering(orjson.dumps(counted)), sampling(max_new_tokens=1), key)
-    assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 900, "and given back: the answer had two"
-    answer, _ = await ask(locked, answering(), sampling(max_new_tokens=51), key)
-    assert answer.refusal == (400, "max_output_exceeded")
+    with running_gateway(tmp_path, upstream=UPSTREAM) as locked:
+        _, key = await new_key(locked, limits={"tokens_per_min": 1000, "max_output_tokens": 50})
+        counted = whole(choice()) | {"usage": {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}}
+        asks = sampling(max_new_tokens=40) | {"text": ["a", "b"]}
+        answer, _ = await ask(locked, answering(orjson.dumps(counted)), asks, key)
+        left = int(answer.headers["x-ratelimit-remaining-tokens"])
+        assert 1000 - left >= 80, "reserved: two answers of 40"
+        answer, _ = await ask(locked, answering(orjson.dumps(counted)), sampling(max_new_tokens=1), key)
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 900, "and given back: the answer had two"
+        answer, _ = await ask(locked, answering(), sampling(max_new_tokens=51), key)
+        assert answer.refusal == (400, "max_output_exceeded")
