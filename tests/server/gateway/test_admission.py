@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,7 @@ from tests.server.refusals import refuses
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, SwapRecord
 
-SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, max_idle_s=3600.0, hold_s=0.0, max_held=3)
-
-
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path, upstream=SETTINGS, run_coordinator=False) as g:
-        yield g
+UPSTREAM = UpstreamSettings(scrape_interval_s=3600.0, max_idle_s=3600.0, hold_s=0.0)
 
 
 def commit(gateway: RunningGateway, version: int, epoch: int) -> None:
@@ -259,7 +252,7 @@ async def test_a_session_is_named_by_a_header_or_by_openais_field(gateway: Runni
 
 async def test_the_gateways_setting_holds_for_requests_that_do_not_say(tmp_path: Path) -> None:
     settings = KvSettings("session", versions=3, age_s=60)
-    with running_gateway(tmp_path, upstream=SETTINGS, run_coordinator=False, kv=settings) as gateway:
+    with running_gateway(tmp_path, upstream=UPSTREAM, run_coordinator=False, kv=settings) as gateway:
         async with serving(gateway, 3) as up:
             assert (await kv_of(up, gateway, {"prompt_cache_key": "one"}))[1:] == ["3", "60.000"]
             assert await kv_of(up, gateway, {"prompt_cache_key": "one", "hotswap": {"kv": "version"}}) == []
@@ -268,7 +261,7 @@ async def test_the_gateways_setting_holds_for_requests_that_do_not_say(tmp_path:
 
 async def test_two_keys_have_no_session_in_common(tmp_path: Path) -> None:
     """Also where all keys share the blocks of a version."""
-    with running_gateway(tmp_path, upstream=SETTINGS, run_coordinator=False, cache_scope="shared") as gateway:
+    with running_gateway(tmp_path, upstream=UPSTREAM, run_coordinator=False, cache_scope="shared") as gateway:
         keys = [(await new_key(gateway))[1] for _ in range(2)]
         async with serving(gateway, 3) as up:
             body = {"hotswap": {"kv": "session"}, "prompt_cache_key": "one"}
@@ -443,17 +436,6 @@ async def test_a_client_leaves_while_it_waits(gateway: RunningGateway) -> None:
         assert (await gateway.ask(post())).status == 200
         assert len(up.requests) == 1
         assert gateway.gateway.buffered == 0
-
-
-async def test_those_who_wait_are_bounded(gateway: RunningGateway) -> None:
-    async with serving(gateway, 4):
-        async with contextlib.AsyncExitStack() as held:
-            headers = "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n"
-            for _ in range(3):
-                await held.enter_async_context(waiting(gateway, headers))
-            assert (await gateway.ask(post(headers=headers))).refusal == (503, "overloaded")
-            assert (await gateway.ask(post())).status == 200
-        await eventually(lambda: len(gateway.gateway.default.fleet.room) == 0)
 
 
 async def test_a_slow_refusal_uses_up_the_wait(gateway: RunningGateway) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import orjson
@@ -15,23 +14,17 @@ from server.gateway import UpstreamSettings, app
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Finished, Stats
 from server.gateway.wire.pool import Pool
-from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, get, post
 from tests.server.gateway.upstream import Link, Received
 from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
 from weightsync.store import Event, KeyValue
 
-QUIET = UpstreamSettings(scrape_interval_s=3600.0, max_idle_s=3600.0, hold_s=0.0)
+UPSTREAM = UpstreamSettings(scrape_interval_s=3600.0, max_idle_s=3600.0, hold_s=0.0)
 
 
 class Fault(Exception):
     """What no code expects."""
-
-
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as g:
-        yield g
 
 
 async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +123,7 @@ class Burst:
 
 
 async def test_records_that_change_together_are_worked_out_once() -> None:
-    fleet = Fleet(Burst(), MODEL, QUIET, Stats())  # type: ignore[arg-type]
+    fleet = Fleet(Burst(), MODEL, UPSTREAM, Stats())  # type: ignore[arg-type]
     changes: list[int] = []
     fleet.on_change = lambda: changes.append(len(fleet.serving))
     task = asyncio.create_task(fleet.run())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -196,12 +195,7 @@ def test_tie_breaks_spread_and_move_only_what_they_must() -> None:
 # in a gateway, by what instances report
 
 APPLICATIONS = range(8)
-
-
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path, upstream=WATCHFUL, run_coordinator=False) as g:
-        yield g
+UPSTREAM = WATCHFUL
 
 
 class Engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import pytest
 
 from server.gateway import HealthSettings, UpstreamSettings
 from server.gateway.fleet import retries
-from tests.server.gateway.harness import ADMIN, RunningGateway, code, get, post, request, running_gateway
+from tests.server.asking import call
+from tests.server.gateway.harness import RunningGateway, code, get, post, running_gateway
 from tests.server.gateway.upstream import (
     Answer,
     Handler,
@@ -30,7 +31,7 @@ from tests.server.gateway.upstream import (
 )
 from tests.waiting import eventually, wait_until
 
-QUIET = UpstreamSettings(  # an ejected instance stays ejected until the test is over
+UPSTREAM = UpstreamSettings(  # an ejected instance stays ejected until the test is over
     connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0,
     health=HealthSettings(ejection_s=600.0, max_ejection_s=600.0),
 )  # fmt: skip
@@ -44,13 +45,6 @@ FORGIVING = UpstreamSettings(scrape_interval_s=3600.0, health=HealthSettings(eje
 LONG = HealthSettings().eject_after
 CHAT = "/v1/chat/completions"
 HALF_A_HEAD = sending(b"HTTP/1.1 200 OK\r\ncontent-")
-
-
-@pytest.fixture
-def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    settings = getattr(request, "param", QUIET)
-    with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as g:
-        yield g
 
 
 @asynccontextmanager
@@ -75,13 +69,8 @@ def asked(up: Upstream) -> list[Received]:
     return [r for r in up.requests if r.method == "POST"]
 
 
-async def admin(gateway: RunningGateway, method: str, path: str) -> Any:
-    answer = await gateway.ask(request(method, path, headers=ADMIN), admin=True)
-    return answer.status, orjson.loads(answer.body)
-
-
 async def seen(gateway: RunningGateway, instance_id: str) -> dict[str, Any]:
-    _, body = await admin(gateway, "GET", "/admin/instances")
+    _, body = await call(gateway, "GET", "/admin/instances")
     return next(i for i in body["instances"] if i["id"] == instance_id)
 
 
@@ -121,7 +110,7 @@ async def test_who_fails_is_left_out_and_who_is_well_is_not(gateway: RunningGate
         assert (len(asked(bad)), len(asked(good))) == (LONG, 3 * LONG)
         ill, well = await seen(gateway, "i0"), await seen(gateway, "i1")
         assert (ill["circuit"], ill["ejections"], ill["eligible"]) == ("open", 1, True)
-        assert 0 < ill["ejected_for_s"] <= QUIET.health.ejection_s
+        assert 0 < ill["ejected_for_s"] <= UPSTREAM.health.ejection_s
         assert (well["circuit"], well["ejected_for_s"]) == ("closed", None)
     page = (await gateway.ask(get("/metrics"))).body.decode()
     assert 'hotswap_instance_circuit_state{instance_id="i0",model="toy",state="open"} 1.0' in page
@@ -251,13 +240,13 @@ async def test_a_drained_instance_keeps_what_it_has_and_gets_nothing_new(
     release = asyncio.Event()
     stream = streaming(b"data: one\n\n", release, b"data: two\n\n")
     async with fleet(gateway, stream, answer_json) as (a, b):
-        with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as other:
+        with running_gateway(tmp_path, upstream=UPSTREAM, run_coordinator=False) as other:
             wait_until(lambda: len(other.gateway.default.fleet.serving) == 2)
             gateway.register(b, "i1", state="STARTING")  # so that the stream begins at i0
             streamed = asyncio.create_task(ask(gateway, b'{"stream": true}'))
             await eventually(lambda: len(asked(a)) == 1)
             gateway.register(b, "i1")
-            assert await admin(gateway, "POST", "/admin/instances/i0/drain") == (200, {"id": "i0", "draining": True})
+            assert await call(gateway, "POST", "/admin/instances/i0/drain") == (200, {"id": "i0", "draining": True})
             for g in (gateway, other):
                 await eventually(lambda g=g: [i.id for i in g.gateway.default.fleet.serving] == ["i1"])
                 for n in range(5):
@@ -268,14 +257,14 @@ async def test_a_drained_instance_keeps_what_it_has_and_gets_nothing_new(
             release.set()
             answer = await streamed
             assert (answer.complete, answer.body) == (True, b"data: one\n\ndata: two\n\n")
-            assert await admin(other, "POST", "/admin/instances/i0/resume") == (200, {"id": "i0", "draining": False})
+            assert await call(other, "POST", "/admin/instances/i0/resume") == (200, {"id": "i0", "draining": False})
             await eventually(lambda: len(gateway.gateway.default.fleet.serving) == 2)
 
 
 async def test_a_drain_ends_with_the_process_it_was_meant_for(gateway: RunningGateway) -> None:
     async with fleet(gateway, answer_json) as (up,):
         gateway.register(up, "i0", pid=7)
-        assert (await admin(gateway, "POST", "/admin/instances/i0/drain"))[0] == 200
+        assert (await call(gateway, "POST", "/admin/instances/i0/drain"))[0] == 200
         await eventually(lambda: not gateway.gateway.default.fleet.serving)
         answer = await gateway.ask(get("/readyz"))
         assert answer.status == 503
@@ -284,14 +273,8 @@ async def test_a_drain_ends_with_the_process_it_was_meant_for(gateway: RunningGa
         await eventually(lambda: len(gateway.gateway.default.fleet.serving) == 1)
         gateway.unregister("i0")
         gateway.register(up, "i1")
-        assert (await admin(gateway, "POST", "/admin/instances/i1/drain"))[0] == 200
+        assert (await call(gateway, "POST", "/admin/instances/i1/drain"))[0] == 200
         await eventually(lambda: list(gateway.gateway.default.fleet.drains) == ["i1"])  # what is left of i0 is swept up
-
-
-async def test_nobody_is_drained_who_is_not_there(gateway: RunningGateway) -> None:
-    for what in ("drain", "resume"):
-        code, body = await admin(gateway, "POST", f"/admin/instances/nobody/{what}")
-        assert (code, body["error"]["code"]) == (404, "unknown_instance")
 
 
 async def test_instances_come_and_go_under_load_without_a_failed_request(gateway: RunningGateway) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -14,19 +12,13 @@ from server.errors import HttpError
 from server.gateway import UpstreamSettings
 from server.gateway.fleet import retries
 from server.gateway.fleet.retries import Patience, WaitingRoom
-from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, RunningGateway, get, post
 from tests.server.gateway.upstream import Answer, Link, Received, upstream
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, DeviceRecord
 
-LONG = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, max_held=2)
+UPSTREAM = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, max_held=2)
 SHORT = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.3)
-
-
-@pytest.fixture
-def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path, upstream=getattr(request, "param", LONG), run_coordinator=False) as g:
-        yield g
 
 
 async def held(gateway: RunningGateway) -> asyncio.Task[Answer]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,13 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.routing import Need, fresh
 from server.gateway.fleet.splits import Splits
 from server.gateway.wire.head import RequestHead
-from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, RunningGateway, get, post
 from tests.server.gateway.upstream import Link, Received, Upstream, answering, cut
 from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, InstanceRecord, ShareRecord, SplitRecord, SwapRecord
 
 MANY = 10_000
+UPSTREAM = UpstreamSettings()
 
 
 @dataclass
@@ -211,13 +211,6 @@ class Instances:
                 answer = await client.answer()
                 found[answer.headers.get("x-hotswap-weight-version", str(answer.status))] += 1
         return found
-
-
-@pytest.fixture
-def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    settings = getattr(request, "param", UpstreamSettings())
-    with running_gateway(tmp_path, run_coordinator=False, upstream=settings) as running:
-        yield running
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import orjson
 import pytest
@@ -18,7 +16,7 @@ from server.gateway import HealthSettings, UpstreamSettings
 from server.gateway.fleet.instance import Signals, parse
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Histogram, Stats
-from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, RunningGateway, get, post
 from tests.server.gateway.upstream import Link, Moody, Received, upstream
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import ActiveRecord, DiskRecord, InstanceRecord, SwapPhase, SwapRecord
@@ -38,16 +36,9 @@ vllm:num_preemptions_total{engine="1"} nonsense
 python_info 1.0
 """
 SIGNALS = Signals(5.0, 4.0, 0.5, 1e6, 7.0, 1.0)
-QUIET = UpstreamSettings(scrape_interval_s=3600.0)
+UPSTREAM = UpstreamSettings(scrape_interval_s=3600.0)
 SCRAPING = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=10.0, max_idle_s=3600.0)
 IMPATIENT = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3, health=HealthSettings(probe_timeout_s=0.3))
-
-
-@pytest.fixture
-def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    # Without a coordinator: the swap records of these tests are their own.
-    with running_gateway(tmp_path, upstream=getattr(request, "param", QUIET), run_coordinator=False) as g:
-        yield g
 
 
 async def samples(gateway: RunningGateway) -> dict[str, dict[tuple[str, ...], float]]:
