@@ -33,6 +33,7 @@ from tests.lacking import lacking
 from tests.waiting import wait_until
 
 MIN_LEASE_S = 1.0  # what a single member makes of a shorter one
+TODAY, BOTH = (-1, 1), (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)  # of certificates
 HASTE = ("--heartbeat-interval=20", "--election-timeout=200")  # milliseconds; by default 100 and 1000
 
 
@@ -171,25 +172,29 @@ class Etcd:
 class Tls:
     """An authority, a server certificate for 127.0.0.1 and a client certificate, in PEM files under `directory`.
 
-    `issue` makes more of them: certificate and key, valid as server and client, in files named after `name`.
+    `issue` makes more of them: certificate and key, in files named after `name`. All are valid from the first to the
+    last of some `days`, counted from now.
     """
 
-    def __init__(self, directory: Path, *, client_certificates: bool = False) -> None:
+    def __init__(self, directory: Path, *, client_certificates: bool = False, days: tuple[int, int] = TODAY) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._client_certificates = client_certificates
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._directory = directory
         self.ca = directory / "ca.pem"
-        self.ca.write_bytes(_pem(_certificate("authority", self._key, self._key, authority=True)))
+        self.ca.write_bytes(_pem(_certificate("authority", self._key, self._key, days, ())))
         self.server_cert, self.server_key = self.issue("server")
         self.cert, self.key = self.issue("client")
 
-    def issue(self, name: str) -> tuple[Path, Path]:
+    def issue(
+        self, name: str, days: tuple[int, int] = TODAY, usages: tuple[x509.ObjectIdentifier, ...] = BOTH
+    ) -> tuple[Path, Path]:
         key = ec.generate_private_key(ec.SECP256R1())
         cert_path, key_path = self._directory / f"{name}.pem", self._directory / f"{name}-key.pem"
-        cert_path.write_bytes(_pem(_certificate(name, key, self._key)))
+        cert_path.write_bytes(_pem(_certificate(name, key, self._key, days, usages)))
         encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
         key_path.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
+        key_path.chmod(0o600)
         return cert_path, key_path
 
     def client(self) -> ssl.SSLContext:
@@ -203,22 +208,22 @@ class Tls:
 
 
 def _certificate(
-    name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, *, authority: bool = False
-) -> x509.Certificate:
-    """For 127.0.0.1 and, as a DNS name, for `name`."""
-    now = datetime.datetime.now(datetime.UTC)
-    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, days: tuple[int, int],
+    usages: tuple[x509.ObjectIdentifier, ...],
+) -> x509.Certificate:  # fmt: skip
+    """For 127.0.0.1 and, as a DNS name, for `name`; without usages, an authority's."""
+    first, last = (datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=day) for day in days)
     builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .not_valid_before(first)
+        .not_valid_after(last)
+        .add_extension(x509.BasicConstraints(ca=not usages, path_length=None), critical=True)
     )
-    if not authority:
+    if usages:
         names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName(name)]
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
