@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import orjson
 import pytest
 
 from server.gateway.console import routes as files
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
-from tests.server.gateway.upstream import Answer
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, private, running_gateway
 
 ROOT = Path(__file__).parents[3]
 API_KEY = "a-key-for-inference-only"
@@ -21,15 +19,9 @@ NAMES = sorted(files.load())
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     directory = tmp_path_factory.mktemp("gateway")
-    keys = directory / "keys"
-    keys.write_text(API_KEY)
-    keys.chmod(0o600)
+    keys = private(directory / "keys", API_KEY)
     with running_gateway(directory, api_key_file=keys) as running:
         yield running
-
-
-def code_of(answer: Answer) -> str:
-    return str(orjson.loads(answer.body)["error"]["code"])
 
 
 @pytest.mark.parametrize("admin", [True, False], ids=["admin", "public"])
@@ -52,7 +44,7 @@ async def test_the_page_needs_no_key_and_comes_with_a_strict_policy(gateway: Run
 
 async def test_the_admin_port_says_where_the_page_is(gateway: RunningGateway) -> None:
     answer = await gateway.ask(get("/"), admin=True)
-    assert (answer.status, code_of(answer)) == (404, "not_found")
+    assert answer.refusal == (404, "not_found")
     assert b"The console is at /console." in answer.body
 
 
@@ -65,7 +57,7 @@ async def test_the_admin_port_has_every_file_and_the_public_port_the_chats(gatew
     if name in files.PUBLIC:
         assert (public.status, public.body, public.headers["etag"]) == (200, answer.body, answer.headers["etag"])
     else:
-        assert (public.status, code_of(public)) == (404, "not_found")
+        assert public.refusal == (404, "not_found")
 
 
 def test_what_the_public_page_needs_is_public_and_nothing_of_it_knows_a_control_route() -> None:
@@ -141,17 +133,17 @@ async def test_no_spelling_leads_to_another_file_or_to_a_control_route(
 ) -> None:
     key = f"Authorization: Bearer {ADMIN_KEY}\r\n" if admin else ""
     answer = await gateway.ask(get(path, key), admin=admin)
-    assert (answer.status, code_of(answer)) == (404, "not_found")
+    assert answer.refusal == (404, "not_found")
 
 
 async def test_the_files_are_only_read(gateway: RunningGateway) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         raw = post("/console").replace(b"POST", method.encode(), 1)
         answer = await gateway.ask(raw)
-        assert (answer.status, code_of(answer)) == (405, "method_not_allowed")
+        assert answer.refusal == (405, "method_not_allowed")
 
 
 async def test_on_the_admin_port_inference_takes_the_same_keys(gateway: RunningGateway) -> None:
     for key in (API_KEY, ADMIN_KEY):
         answer = await gateway.ask(get("/v1/models", f"Authorization: Bearer {key}\r\n"), admin=True)
-        assert (answer.status, code_of(answer)) == (503, "no_instance")  # past the key
+        assert answer.refusal == (503, "no_instance")  # past the key

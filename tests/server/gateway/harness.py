@@ -214,6 +214,14 @@ async def new_key(gateway: RunningGateway, **fields: Any) -> tuple[str, str]:
     return made["id"], f"Authorization: Bearer {made['key']}\r\n"
 
 
+def private(path: Path, text: str) -> Path:
+    """A file, of keys say, that nobody else can read."""
+    path.touch(0o600)
+    path.chmod(0o600)
+    path.write_text(text)
+    return path
+
+
 @contextlib.contextmanager
 def gateway_process(
     directory: Path, *options: str, key: str = ADMIN_KEY, ports: tuple[int, int] | None = None, model: str = MODEL

@@ -20,7 +20,7 @@ from server.gateway.access.keys import Principal
 from server.gateway.config import AnswerSettings, UpstreamSettings
 from tests.server import continued
 from tests.server.gateway.fleet.test_failover import HARDY
-from tests.server.gateway.harness import RunningGateway, new_key, post, running_gateway
+from tests.server.gateway.harness import RunningGateway, new_key, post, private, running_gateway
 from tests.server.gateway.upstream import Link, Received, answering, streaming
 from tests.waiting import eventually
 
@@ -250,9 +250,9 @@ async def test_an_answer_that_names_itself_can_be_rated_at_once(gateway: Running
 
 
 async def test_a_key_in_a_file_opts_in_at_the_end_of_its_line(tmp_path: Path) -> None:
-    file, hashed = tmp_path / "api.keys", hashlib.sha256(b"a-key-that-is-hashed").hexdigest()
-    file.write_text(f"a-key-in-the-clear --collect\nsha256:{hashed} its owner --collect\na-key-that-does-not owner\n")
-    file.chmod(0o600)
+    hashed = hashlib.sha256(b"a-key-that-is-hashed").hexdigest()
+    keys = f"a-key-in-the-clear --collect\nsha256:{hashed} its owner --collect\na-key-that-does-not owner\n"
+    file = private(tmp_path / "api.keys", keys)
     fleet = continued.Fleet(continued.chat(TOKENS))
     settings = {"upstream": UpstreamSettings(scrape_interval_s=3600.0), "api_key_file": file}
     with running_gateway(tmp_path, **settings) as gateway:

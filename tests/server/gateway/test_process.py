@@ -24,7 +24,7 @@ from server.gateway.__main__ import configured, main
 from server.gateway.access.key_sources import load_keys
 from server.gateway.access.records import ADMIN, INFER
 from tests.cluster_tls import Authority
-from tests.server.gateway.harness import RunningGateway, gateway_process, running_gateway
+from tests.server.gateway.harness import RunningGateway, gateway_process, private, running_gateway
 from tests.server.gateway.upstream import answering, streaming
 
 # Far too large, or needed by few gateways and imported when they are.
@@ -220,12 +220,6 @@ def test_wrong_options_end_with_one_line(
 
 def config(tmp_path: Path, **fields: object) -> GatewayConfig:
     return GatewayConfig(store=f"sqlite://{tmp_path}/store.db", model="toy", **fields)  # type: ignore[arg-type]
-
-
-def private(path: Path, text: str) -> Path:
-    path.write_text(text)
-    path.chmod(0o600)
-    return path
 
 
 def test_keys_may_be_given_hashed(tmp_path: Path) -> None:

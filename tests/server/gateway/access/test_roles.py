@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from server.gateway.access.records import INFER, ROLES, Role, granted
 from server.gateway.app import build_app, routes_of
 from server.gateway.config import OidcSettings
 from server.gateway.middleware import is_public
+from tests.server.asking import answering
 from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, request, running_gateway
 from tests.server.refusals import refuses
 
@@ -116,26 +115,13 @@ class Issuer:
         self.keys: list[dict[str, Any]] = [public("first")]
         self.claimed: str | None = None  # what its document says it is, if not the truth
         self.fetched: list[str] = []
-        self.broken = False
-        issuer = self
+        self.broken, self.url = False, ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                issuer.fetched.append(self.path)
-                document = {"issuer": issuer.claimed or issuer.url, "jwks_uri": f"{issuer.url}/keys"}
-                answers = {"/.well-known/openid-configuration": document, "/keys": {"keys": issuer.keys}}
-                body = json.dumps(answers.get(self.path, {})).encode()
-                self.send_response(500 if issuer.broken else 200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+    def answer(self, path: str, _: object) -> tuple[int, bytes]:
+        self.fetched.append(path)
+        document = {"issuer": self.claimed or self.url, "jwks_uri": f"{self.url}/keys"}
+        answers = {"/.well-known/openid-configuration": document, "/keys": {"keys": self.keys}}
+        return 500 if self.broken else 200, json.dumps(answers.get(path, {})).encode()
 
     def token(self, key: str = "first", *, kid: str | None = None, algorithm: str = "RS256", **claims: Any) -> bytes:
         now = time.time()
@@ -152,9 +138,8 @@ def public(name: str, **more: Any) -> dict[str, Any]:
 def issuer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Issuer]:
     monkeypatch.setattr(oidc, "TIMEOUT_S", 60.0)
     running = Issuer()
-    yield running
-    running.server.shutdown()
-    running.server.server_close()
+    with answering(running.answer) as running.url:
+        yield running
 
 
 def access(issuer: Issuer, **settings: Any) -> AdminAccess:

@@ -14,7 +14,7 @@ from server.gateway import UpstreamSettings
 from server.gateway.access.keys import ANONYMOUS, Principal
 from server.gateway.access.records import INFER
 from server.gateway.access.scope import STORE_KEY, CacheScopes
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, post, private, running_gateway
 from weightsync.errors import StoreUnavailable
 from weightsync.store import open_store
 
@@ -28,10 +28,8 @@ def principal(key: str) -> Principal:
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "api.keys"
-    path.write_text(f"{KEYS[0]}\nsha256:{hashlib.sha256(KEYS[1].encode()).hexdigest()} second\n")
-    path.chmod(0o600)
-    return path
+    hashed = hashlib.sha256(KEYS[1].encode()).hexdigest()
+    return private(tmp_path / "api.keys", f"{KEYS[0]}\nsha256:{hashed} second\n")
 
 
 async def scope_of(gateway: RunningGateway, headers: str) -> str:

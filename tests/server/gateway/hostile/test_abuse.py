@@ -15,7 +15,7 @@ from server.gateway import GatewayConfig
 from server.gateway.app import build_app
 from server.gateway.middleware import is_public
 from server.gateway.routes import admin_names, public_names
-from tests.server.gateway.harness import KEYS, MODEL, GatewayProcess, gateway_process, get, post
+from tests.server.gateway.harness import KEYS, MODEL, GatewayProcess, gateway_process, get, post, private
 from tests.server.gateway.hostile.test_hostile import FRAMINGS, NOT_HTTP, framed
 from tests.server.gateway.upstream import Answer, Received, Upstream, cut, read_answer, upstream
 from tests.waiting import eventually
@@ -34,9 +34,7 @@ MOST_GROWTH = 48 * 2**20
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """It asks for keys and logs everything."""
     directory = tmp_path_factory.mktemp("abuse")
-    keys = directory / "keys"
-    keys.touch(mode=0o600)
-    keys.write_text(INFER_KEY + "\n")
+    keys = private(directory / "keys", INFER_KEY + "\n")
     options = ["--api-key-file", str(keys), "--max-body", str(MAX_BODY), "--request-timeout", str(TIMEOUT_S)]
     options += ["--log-level", "debug", "--log-format", "json"]
     with gateway_process(directory, *options, key=ADMIN_KEY) as running:

@@ -16,7 +16,7 @@ from server.errors import ConfigError
 from server.gateway.models import file as models_file
 from server.gateway.models.external import ROUTES
 from server.gateway.wire.foreign import fault_of
-from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, running_gateway
+from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, private, running_gateway
 from tests.server.gateway.upstream import (
     Handler,
     Link,
@@ -34,9 +34,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
 def config(tmp_path: Path, port: int, more: str = "") -> Path:
-    key = tmp_path / "key"
-    key.write_text(SECRET + "\n")
-    key.chmod(0o600)
+    key = private(tmp_path / "key", SECRET + "\n")
     path = tmp_path / "models.yaml"
     path.write_text(
         "models:\n"

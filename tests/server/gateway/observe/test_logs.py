@@ -23,7 +23,7 @@ from server.gateway.observe import logs
 from server.gateway.observe.logs import AccessLog, JsonFormatter, LineWriter, json_line, text_line
 from server.gateway.observe.stats import Finished, of_refusal
 from server.gateway.wire.bodies import Usage
-from tests.server.gateway.harness import KEYS, GatewayProcess, gateway_process, get, post
+from tests.server.gateway.harness import KEYS, GatewayProcess, gateway_process, get, post, private
 from tests.server.gateway.observe.otlp_collector import Collector, collecting
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually, wait_until
@@ -44,9 +44,7 @@ def access(gateway: GatewayProcess, route: str | None = None) -> list[dict[str, 
 
 @contextmanager
 def process(directory: Path, *options: str) -> Iterator[GatewayProcess]:
-    keys = directory / "api.keys"
-    keys.write_text(KEY + " team-a\n")
-    keys.chmod(0o600)
+    keys = private(directory / "api.keys", KEY + " team-a\n")
     given = ("--api-key-file", str(keys), "--hold", "0", "--read-timeout", "2", *options)
     with gateway_process(directory, *given, key=ADMIN_KEY) as running:
         yield running

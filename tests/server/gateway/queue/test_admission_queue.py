@@ -13,7 +13,7 @@ import pytest
 
 from server.gateway import QueueSettings, UpstreamSettings
 from tests.server.gateway.fleet.test_hold import metrics
-from tests.server.gateway.harness import Client, RunningGateway, get, post, running_gateway
+from tests.server.gateway.harness import Client, RunningGateway, get, post, private, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
 from tests.waiting import eventually
 
@@ -164,9 +164,7 @@ async def test_a_client_that_hangs_up_has_had_its_prompt(tmp_path: Path) -> None
     """The key that breaks off every answer is charged for what the instance read, and does not go first for it."""
     keys = ("key-of-the-first-tester", "key-of-the-second-tester")
     first, second = (f"Authorization: Bearer {key}\r\n" for key in keys)
-    file = tmp_path / "keys"
-    file.write_text("\n".join(keys))
-    file.chmod(0o600)
+    file = private(tmp_path / "keys", "\n".join(keys))
     arrived: list[str] = []
     begin = asyncio.Event()
 

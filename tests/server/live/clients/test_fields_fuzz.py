@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx
@@ -21,6 +19,7 @@ import pytest
 
 from server.gateway.routes import find
 from tests.live import LiveServer
+from tests.server.asking import answering
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 SLOWEST_S = 30.0  # of one request, on a machine that others use too: what is not bounded takes minutes
@@ -145,18 +144,12 @@ def here() -> Iterator[tuple[str, list[str]]]:
     """The address of a port on loopback, and what was asked of it."""
     asked: list[str] = []
 
-    class Counts(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(404)
-            self.end_headers()
+    def count(path: str, _: object) -> tuple[int, bytes]:
+        asked.append(path)
+        return 404, b""
 
-        def log_message(self, *_: Any) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Counts)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/secret", asked
-    server.shutdown()
+    with answering(count) as url:
+        yield f"{url}/secret", asked
 
 
 def properties(document: dict[str, Any], path: str) -> dict[str, set[str]]:
