@@ -66,7 +66,7 @@ mutants: setup ## Whether the tests notice changes of meaning: some 180 of them,
 	OMP_NUM_THREADS=1 $(PY) -m tests.mutants $(MUTANTS)
 
 soak: setup ## About an hour: ten thousand swaps under load, and an hour of random schedules
-	OMP_NUM_THREADS=1 $(PY) -m loadtest.swaps.soak --json docs/benchmarks/soak.json
+	OMP_NUM_THREADS=1 $(PY) -m server.cli bench soak --json docs/benchmarks/soak.json
 	$(PY) -m pytest tests -m soak --timeout 7200
 
 # On a machine with CUDA; elsewhere tiny shapes on a CPU, which check the phases alone.

@@ -46,19 +46,6 @@ def swap(
 
 
 @app.command()
-def fleet(
-    json: Json = None,
-    streams: Annotated[int, typer.Option(help="concurrent streams")] = 8,
-    swaps: Annotated[int, typer.Option(help="single swaps measured per case")] = 6,
-    small: Small = False,
-) -> None:
-    """Swaps of 1, 2 and 4 instances and of two ranks, together and rolling; goodput with a swap every second."""
-    from loadtest.swaps.fleet import run
-
-    run(json, streams=streams, swaps=swaps, small=small)
-
-
-@app.command()
 def restart(
     json: Json = None, kills: Annotated[int, typer.Option(help="of the instance")] = 5, small: Small = False
 ) -> None:
@@ -167,17 +154,17 @@ def gateway(
 
 
 @app.command()
-def staging(json: Json = None, model_kind: ModelKind = "dense", small: Small = False) -> None:
-    """Staging while nothing decodes: GB/s, what verifying takes of it, and mapping what is built already."""
-    from loadtest.swaps.staging import run
-
-    run(json, small=small, kind=model_kind)
-
-
-@app.command()
 def serve(json: Json = None, small: Small = False) -> None:
     """Open-loop load on real vLLM: goodput up to three times saturation, fairness between keys, urgent requests."""
     from loadtest.serving.bench import run
+
+    run(json, small=small)
+
+
+@app.command()
+def prefixes(json: Json = None, small: Small = False) -> None:
+    """Prompt tokens found in the caches, by what a gateway knows of them; simulated."""
+    from loadtest.gateway.prefix_knowledge import run
 
     run(json, small=small)
 
@@ -191,11 +178,16 @@ def delta(json: Json = None, small: Small = False) -> None:
 
 
 @app.command()
-def prefixes(json: Json = None) -> None:
-    """Prefix cache hits across swaps and rollbacks."""
-    from loadtest.swaps.prefix_cache import run
+def fleet(
+    json: Json = None,
+    streams: Annotated[int, typer.Option(help="concurrent streams")] = 8,
+    swaps: Annotated[int, typer.Option(help="single swaps measured per case")] = 6,
+    small: Small = False,
+) -> None:
+    """Swaps of 1, 2 and 4 instances and of two ranks, together and rolling; goodput with a swap every second."""
+    from loadtest.swaps.fleet import run
 
-    run(json)
+    run(json, streams=streams, swaps=swaps, small=small)
 
 
 @app.command()
@@ -204,14 +196,6 @@ def sessions(json: Json = None, small: Small = False) -> None:
     from loadtest.swaps.sessions import run
 
     run(json, small=small)
-
-
-@app.command()
-def stores(json: Json = None) -> None:
-    """Latency of the SQLite store and of etcd."""
-    from loadtest.scale.store_latency import run
-
-    run(json)
 
 
 @app.command()
@@ -244,18 +228,6 @@ def learning(
     from loadtest.training.learning.bench import run
 
     run(json, seed=seed, tasks=task or (), ways=way or (), docs=docs)
-
-
-@app.command()
-def lora(
-    json: Json = None,
-    rounds: Annotated[int, typer.Option(help="publications measured of each kind")] = 8,
-    small: Small = False,
-) -> None:
-    """An adapter beside the whole model: bytes published, and milliseconds from publish() to a client's first token."""
-    from loadtest.training.lora import run
-
-    run(json, rounds=rounds, small=small)
 
 
 @app.command(name="rl-step")

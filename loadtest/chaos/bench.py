@@ -6,7 +6,6 @@ What is done, and what it is held to, is in docs/chaos.md.
 from __future__ import annotations
 
 import contextlib
-import json as jsonlib
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from loadtest.histories.check import check
 from loadtest.histories.recorder import Log, Recorder
 from loadtest.hosts import etcd
 from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
-from loadtest.measure.machine import machine
+from loadtest.measure.run import with_machine
 from loadtest.models.checkpoints import TINY_SHAPE
 from server.up import interrupts
 from weightsync.control.records import Keys
@@ -67,7 +66,6 @@ def run(
     finally:
         interrupts.ignore()
     found = {
-        "machine": machine(),
         "seed": seed,
         "minutes": minutes,
         "hosts": COUNT,
@@ -77,10 +75,7 @@ def run(
         **found,
     }
     report.show(console, found)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(found, indent=1))
-    return found
+    return with_machine(found, json)
 
 
 def _tools() -> str:

@@ -20,6 +20,7 @@ from loadtest.demo.real import RealRecipe
 from loadtest.demo.recipe import Course, Recipe, prepare_environment
 from loadtest.demo.scene import Scene
 from loadtest.demo.stage import Demo, DemoFailed
+from loadtest.measure.run import with_machine
 from server.up import interrupts
 
 
@@ -40,8 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(summary(course, scene))
         if recorder is not None:
             recorder.save()
-        if args.json is not None:
-            args.json.write_text(json.dumps(figures(course, scene), indent=1) + "\n")
+        with_machine(figures(course, scene), args.json)
         if args.chart is not None:
             draw(figures(course, scene), args.chart)
         for problem in problems:

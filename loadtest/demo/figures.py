@@ -12,9 +12,9 @@ from typing import Any
 
 from loadtest.demo.recipe import Course
 from loadtest.demo.scene import Scene
-from loadtest.measure.machine import machine
+from loadtest.measure.chart import BLUE, GREEN, GREY, RED, panels
 
-COLORS = ("#2f6fdd", "#d1603d", "#3a9d5d")
+COLORS = (BLUE, RED, GREEN)
 NUMBERS = ("accuracy", "pass_at_")
 
 
@@ -23,7 +23,6 @@ def figures(course: Course, scene: Scene) -> dict[str, Any]:
     client, swaps = scene.client, scene.swaps
     longest_ms, _ = client.longest
     return {
-        "machine": machine(),
         "demo": course.name,
         "seconds": round(scene.seconds, 1),
         "seconds_at": {phase: round(began - scene.began, 1) for phase, began in scene.phase_began.items()},
@@ -48,32 +47,25 @@ def _shown(event: dict[str, Any]) -> dict[str, Any]:
 
 def draw(found: dict[str, Any], target: Path) -> None:
     """Left: the accuracies of each evaluation set by version. Right: the reward of the rollouts by step."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams |= {"svg.hashsalt": "hotswap", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.4), width_ratios=(1.4, 1), layout="constrained")
     last = found["evals"][-1]["phase"]
     evals = [event for event in found["evals"] if event["phase"] == last]
     lines = {(e["set"], key): None for e in evals for key in e if key.startswith(NUMBERS)}
-    for (name, key), color in zip(lines, COLORS, strict=False):
-        points = [(e["step"], e[key]) for e in evals if e["set"] == name and key in e]
-        label = f"{name}, {key.replace('_at_', '@')}"
-        left.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=label)
-    for event in (e for e in evals if e["set"] == evals[0]["set"]):
-        where = (event["step"], -0.02)
-        left.annotate(f"v{event['version']}", where, ha="center", va="top", fontsize=7, color="#8a8f98")
-    left.set_ylim(-0.1, 1.03)
-    left.set_xlabel("step, and the version that answered")
-    left.set_ylabel("share of held-out prompts")
-    left.legend(frameon=False, fontsize=8)
-    right.plot(range(1, len(found["reward"]) + 1), found["reward"], color=COLORS[0], linewidth=1.2)
-    right.set_ylim(-0.03, 1.03)
-    right.set_xlabel("step")
-    right.set_ylabel("mean reward of the rollouts")
-    figure.savefig(target, metadata={"Date": None})
+    with panels(target, 6.4, 4.6) as (left, right):
+        for (name, key), color in zip(lines, COLORS, strict=False):
+            points = [(e["step"], e[key]) for e in evals if e["set"] == name and key in e]
+            label = f"{name}, {key.replace('_at_', '@')}"
+            left.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=label)
+        for event in (e for e in evals if e["set"] == evals[0]["set"]):
+            where = (event["step"], -0.02)
+            left.annotate(f"v{event['version']}", where, ha="center", va="top", fontsize=7, color=GREY)
+        left.set_ylim(-0.1, 1.03)
+        left.set_xlabel("step, and the version that answered")
+        left.set_ylabel("share of held-out prompts")
+        left.legend(frameon=False, fontsize=8)
+        right.plot(range(1, len(found["reward"]) + 1), found["reward"], color=BLUE, linewidth=1.2)
+        right.set_ylim(-0.03, 1.03)
+        right.set_xlabel("step")
+        right.set_ylabel("mean reward of the rollouts")
 
 
 if __name__ == "__main__":

@@ -31,12 +31,11 @@ from rich.table import Table
 
 from loadtest.demo.recipe import LARGEST_DIGIT, prepare_environment
 from loadtest.demo.stage import DemoFailed
-from loadtest.measure.machine import machine
+from loadtest.measure.run import up, with_machine
 from server.cli.admin import AdminClient
 from server.errors import CliError
 from server.ports import free_port
 from server.up import interrupts
-from server.up.config import UpConfig
 from server.up.processes import Child
 from server.up.server import Server
 from trainer.tiny_model import tiny_run
@@ -195,7 +194,7 @@ class LearnDemo:
         }
         told = {v: {k: r[k] for k in ("state", "reason", "step", "steps")} for v, r in self.releases.items()}
         return {
-            "machine": machine(), "seconds": round(self.seconds["done"], 1), "seconds_at": self.seconds,
+            "seconds": round(self.seconds["done"], 1), "seconds_at": self.seconds,
             "corrections": seen.corrections, "versions": versions, "releases": told, "lost": seen.lost,
         }  # fmt: skip
 
@@ -224,16 +223,13 @@ class LearnDemo:
         self._rewards = Child(
             "rewards", ["trainer.rewards.server", "--config", str(rewards)], self.run_dir / "rewards.log"
         )
-        config = UpConfig(
-            model=str(self.run_dir / "taught-wrong"), name=MODEL, port=0, instances=2, throwaway=True,
-            state_dir=self.run_dir / "state", kv_cache_gib=0.1, vllm_args=ENGINE,
-            gateway_args=(
-                "--collect-anonymous", "--answers-segment", "2", "--reward", f"{REWARD}=http://127.0.0.1:{port}",
-            ),
-        )  # fmt: skip
+        collects = ("--collect-anonymous", "--answers-segment", "2", "--reward", f"{REWARD}=http://127.0.0.1:{port}")
         try:
             with interrupts.held():
-                self.server = Server(config)
+                self.server = up(
+                    self.run_dir / "taught-wrong", MODEL, self.run_dir / "state", ENGINE,
+                    instances=2, kv_cache_gib=0.1, gateway_args=collects,
+                )  # fmt: skip
                 self.server.start()
             self.server.wait_ready(timeout_s=WAIT_S)
         except CliError as error:
@@ -329,8 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         demo.close()
     show(demo, console)
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps(demo.figures(), indent=1) + "\n")
+    with_machine(demo.figures(), parsed.json)
     problems = demo.shortcomings()
     for problem in problems:
         console.print(f"error: {problem}", highlight=False, markup=False)

@@ -20,8 +20,8 @@ import yaml
 from loadtest.demo.client import Clients
 from loadtest.demo.recipe import Course
 from loadtest.demo.scene import Scene, Swap, SwapStats
+from loadtest.measure.run import up
 from server.errors import CliError
-from server.up.config import UpConfig
 from server.up.interrupts import held
 from server.up.processes import Child
 from server.up.server import Server
@@ -166,7 +166,10 @@ class Demo:
         self.scene.enter("serve")
         try:
             with held():
-                self.server = server = Server(self._up_config())
+                model, state = self.run_dir / "model", self.run_dir / "state"
+                self.server = server = up(
+                    model, self.recipe.model, state, self.recipe.engine_args, kv_cache_gib=self.recipe.kv_cache_gib
+                )
                 server.start()
             training = self.begin(first)
             server.wait_ready(timeout_s=240.0)
@@ -254,17 +257,6 @@ class Demo:
             shutil.rmtree(self.run_dir / name, ignore_errors=True)
         for _, name in self.recipe.trainings:
             (self.run_dir / f"{name}.jsonl").unlink(missing_ok=True)
-
-    def _up_config(self) -> UpConfig:
-        return UpConfig(
-            model=str(self.run_dir / "model"),
-            name=self.recipe.model,
-            port=0,
-            throwaway=True,
-            state_dir=self.run_dir / "state",
-            kv_cache_gib=self.recipe.kv_cache_gib,
-            vllm_args=self.recipe.engine_args,
-        )
 
     @staticmethod
     def _post_mortem(child: Child) -> str:

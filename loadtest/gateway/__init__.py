@@ -7,6 +7,6 @@ measure     one load, and its figures
 cancel      how soon an upstream hears that a client went away
 prefix_knowledge  a simulation: what gateways would gain by knowing every prefix cache
 splice      a proxy that only passes bytes on: the least that any gateway costs
-report      the results in words and as JSON; `markdown` makes the tables of the documentation from them
+report      medians, spread and targets; `markdown` makes the tables of them
 native/     the client and the upstream, in C
 """

@@ -1,7 +1,5 @@
 """This gateway beside the routers on PyPI, in front of the same fast upstream, in one run and one core each.
 
-    hotswap bench gateway [--json FILE] [--rounds N] [--only NAME ...]
-
 All contenders are started first and stay up; then, in each round and for each way of asking (loads.py), one after the
 other is asked, the upstream itself first. So a slow moment of the machine meets all of them, and figures of one round
 can be compared; read the medians, and the range beside them. CPU is what the scheduler has charged to the contender's
@@ -10,7 +8,6 @@ threads. Everything is on loopback. With three rounds it takes five minutes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import tempfile
@@ -19,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 
 from loadtest.gateway.cancel import STATES, disconnect_ms, observing
@@ -37,9 +33,11 @@ from loadtest.gateway.contenders import (
     running,
     started,
 )
+from loadtest.gateway.markdown import tables
 from loadtest.gateway.measure import figures, run_load
-from loadtest.gateway.report import Result, as_json, print_report
+from loadtest.gateway.report import Result, as_json
 from loadtest.measure.machine import machine
+from loadtest.measure.run import write
 from server.ports import free_port
 
 DIRECT = "direct"
@@ -58,9 +56,11 @@ def run(
     host = machine() | {"load_average_before": os.getloadavg(), "rounds": rounds}
     results = _measure(rounds, only, loads)
     host |= _disturbance(begun, before) | {"load_average_after": os.getloadavg()}
-    print_report(results)
-    if json is not None:
-        json.write_bytes(orjson.dumps(as_json(results, host), option=orjson.OPT_INDENT_2))
+    report = as_json(results, host)
+    print(tables(report))
+    for name in (name for name, result in results.items() if result.failed is not None):
+        console.print(f"{name} was not measured: {results[name].failed}", markup=False)
+    write(report, json)
     return results
 
 
@@ -124,16 +124,3 @@ def _disturbance(begun: float, before: tuple[float, float]) -> dict[str, Any]:
         "busy_cores": (after[0] - before[0]) / elapsed,
         "steal": (after[1] - before[1]) / elapsed,
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The gateway beside the routers on PyPI.")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="each contender is asked in every way so many times")
-    parser.add_argument("--only", nargs="*", default=(), help="contenders whose name contains one of these words")
-    args = parser.parse_args()
-    run(args.json, rounds=args.rounds, only=args.only)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, from the file that a run wrote.
+"""The tables that a run prints, which are those of docs/benchmarks.md; again from the file that it wrote:
 
 python -m loadtest.gateway.markdown docs/benchmarks/gateway.json
 """

@@ -13,7 +13,6 @@ blocks each instance holds.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 from collections import OrderedDict
@@ -21,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 from xxhash import xxh3_64_intdigest
 
+from loadtest.measure.run import with_machine
 from server.gateway.fleet.affinity import Hint, PrefixTable, hint, tie_break
 from server.gateway.fleet.instance import PREFIXES
 from server.gateway.fleet.routing import affinity
@@ -209,18 +208,5 @@ def run(json: Path | None, *, small: bool = False) -> list[dict[str, Any]]:
         name = f"{row['gateways']}{'' if row['stays'] else ', in turns'}"
         table.add_row(name, f"{row['share']:g}", *found)
     Console().print(table)
-    if json is not None:
-        json.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2) + b"\n")
+    with_machine({"rows": rows}, json)
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
-    parser.add_argument("--small", action="store_true", help="a few requests: checks the program, says nothing")
-    options = parser.parse_args()
-    run(options.json, small=options.small)
-
-
-if __name__ == "__main__":
-    main()

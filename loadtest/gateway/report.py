@@ -1,33 +1,15 @@
-"""Medians and spread over the rounds, the targets, the table."""
+"""Medians and spread over the rounds, and the targets."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from loadtest.gateway.cancel import GIVE_UP_S, STATES
 from loadtest.gateway.contenders import COPYING, FULL, ROUTER
 from loadtest.gateway.measure import Figures
-
-COLUMNS = {
-    "requests_per_s": "requests/s, 32 clients",
-    "cpu_us_per_request": "CPU us per request",
-    "added_latency_us_p50": "added us, 1 client, p50",
-    "added_latency_us_p99": "p99",
-    "cpu_us_per_chunk": "CPU us per paced chunk",
-    "core_share": "share of a core, 256 streams",
-    "added_ttft_us_p50": "added TTFT us, p50",
-    "added_ttft_us_p99": "p99",
-    "added_gap_us_p50": "added inter-token us, p50",
-    "added_gap_us_p99": "p99",
-    "large_requests_per_s": "220 KB prompts/s",
-    "rss_mb": "RSS MiB",
-}
 
 AGAINST = (  # what is measured, against whom, by which figure, and how many times theirs it must be
     ("requests per second of core, over vllm-router's", ROUTER, "requests_per_core_s", 1.6, False),
@@ -100,27 +82,6 @@ def as_json(results: Mapping[str, Result], machine: Mapping[str, Any]) -> dict[s
     }
 
 
-def print_report(results: Mapping[str, Result]) -> None:
-    """The table (medians, in brackets the range over the rounds) and the targets."""
-    console = Console(width=200)
-    table = Table(title="one core for each contender; median of the rounds (lowest - highest)")
-    names = [name for name, result in results.items() if result.failed is None]
-    for heading in ("", *names):
-        table.add_column(heading)
-    for key, heading in COLUMNS.items():
-        table.add_row(heading, *(_cell([f[key] for f in results[name].rounds if key in f]) for name in names))
-    for state in STATES:
-        table.add_row(f"left {state}, ms", *(_cancel_cell(results[name].cancel_ms.get(state)) for name in names))
-    console.print(table)
-    for name, result in results.items():
-        if result.failed is not None:
-            console.print(f"{name} was not measured: {result.failed}", markup=False)
-    for target in targets(results):
-        sign = "at most" if target.at_most else "at least"
-        measured = "not measured" if target.measured is None else f"{target.measured:.4g}"
-        console.print(f"{'met   ' if target.met else 'MISSED'}  {target.name}: {measured}, {sign} {target.wanted:.4g}")
-
-
 def _result_json(result: Result) -> dict[str, Any]:
     if result.failed is not None:
         return {"version": result.version, "failed": result.failed}
@@ -132,22 +93,3 @@ def _result_json(result: Result) -> dict[str, Any]:
 
 def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
-
-
-def _cell(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return _number(values[0])
-    return f"{_number(statistics.median(values))} ({_number(min(values))} - {_number(max(values))})"
-
-
-def _cancel_cell(times: Sequence[float | None] | None) -> str:
-    if not times:
-        return "-"
-    late = sum(t is None for t in times)
-    return f"over {GIVE_UP_S:g} s ({late} of {len(times)})" if late else _cell([t for t in times if t is not None])
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

@@ -6,7 +6,7 @@
     device.py      CUDA or a CPU: streams, events, graphs, times
     stack.py       a model of plain layers in Llama's shape, and the values that a version gives it
     engine.py      what is used of weightsync.vllm_engine, without vLLM
-    hardware.py    `env`, `copy`, `remap`: what the machine has, and what its copies and mappings cost
+    hardware.py    `env`, `remap`: what the machine has, and what its mappings cost
     flips.py       `flip`, `tied`, `undo`, `race`: what a commit does to weights that a graph reads
     stagings.py    `memory`, `stage`, `checksum`: what a staging takes of the device's memory and of the steps beside it
     models.py      checkpoints of the phases with vLLM

@@ -33,7 +33,7 @@ from weightsync.format import fingerprint
 
 LIMIT_S = 480.0  # of a phase that is asked for by itself
 PHASES = {
-    "env": "hardware", "copy": "hardware", "flip": "flips", "tied": "flips", "undo": "flips", "race": "flips",
+    "env": "hardware", "flip": "flips", "tied": "flips", "undo": "flips", "race": "flips",
     "memory": "stagings", "stage": "stagings", "checksum": "stagings", "remap": "hardware",
     "serve-small": "serving", "streams-small": "streams", "serve-fp8": "serving", "serve-8b": "serving",
     "streams-8b": "streams",

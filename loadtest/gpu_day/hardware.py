@@ -1,4 +1,4 @@
-"""`env`, `copy`, `remap`: what the machine has, and what its copies and mappings cost."""
+"""`env`, `remap`: what the machine has, and what its mappings cost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -26,11 +24,9 @@ import torch
 from loadtest.gpu_day import engine
 from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Report, Skipped
-from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Stack
 from loadtest.measure.machine import machine, memcpy_gbps
 from weightsync.errors import EngineError
 from weightsync.format.manifest import digest_of
-from weightsync.memory.pinned import forget_error
 from weightsync.vllm_engine.device.mapping import CudaDriver, Memory, Range
 
 NEEDED = ("numpy", "torch", "xxhash", "orjson")  # by the phases without vLLM
@@ -53,9 +49,6 @@ OURS = (
     "loadtest.gpu_day.engine",
 )
 ASKED = "driver_version,name,memory.total,pcie.link.gen.current,pcie.link.width.current,compute_cap"
-READ_ONLY, HOST_TO_DEVICE = 0x08, 1  # cudaHostRegisterReadOnly, cudaMemcpyHostToDevice
-PIECES_MIB = (16, 32, 64)
-COPIED = 4 << 30
 DIGESTING = (1, 8)  # threads
 GIB, HANDLES, REMAPS = 1 << 30, 16, 10
 
@@ -135,165 +128,6 @@ def nvidia_smi() -> dict[str, str]:
     return dict(zip(ASKED.split(","), (value.strip() for value in lines[0].split(",")), strict=False))
 
 
-# copies --------------------------------------------------------------------------------------------------------------
-
-
-def copy(report: Report, device: Device, small: bool) -> None:
-    """From the host by each kind of memory, in pieces, by rows; and on the device, as a flip does it."""
-    nbytes = 1 << 20 if small else COPIED
-    target = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
-    pageable = _filled(torch.empty(nbytes, dtype=torch.uint8))
-    _copied(report, device, "h2d_pageable", target, pageable)
-    pinned = pageable.pin_memory() if device.cuda else pageable
-    _copied(report, device, "h2d_pinned", target, pinned)
-    for mib in PIECES_MIB:
-        _pieces(report, device, target, pinned, mib << (10 if small else 20))
-    for mib in PIECES_MIB:
-        _two_dimensional(report, device, target, pinned, mib << (10 if small else 20))
-    del pageable, pinned
-    with _slot(nbytes) as (path, written):
-        _registered(report, device, "h2d_mapped_slot", target, path, written, flags=None)
-        _registered(report, device, "h2d_registered_slot", target, path, written, flags=0)
-        _registered(report, device, "h2d_registered_slot_read_only", target, path, written, flags=READ_ONLY)
-    del target
-    _on_device(report, device, small)
-
-
-def _filled(tensor: torch.Tensor) -> torch.Tensor:
-    words = tensor.view(torch.int64)
-    torch.arange(len(words), out=words)
-    return tensor
-
-
-def _copied(report: Report, device: Device, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-    target.zero_()
-    times = device.timed(lambda: target.copy_(source, non_blocking=True))
-    device.wait()
-    right = torch.equal(target.cpu(), source)
-    report.say(name, right, gb=source.nbytes / 1e9, gbps=times.gbps(source.nbytes), host_ms=times.host_ms)
-
-
-def _pieces(report: Report, device: Device, target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-    pairs = list(zip(target.split(nbytes), source.split(nbytes), strict=True))
-    target.zero_()
-
-    def work() -> None:
-        for to, of in pairs:
-            to.copy_(of, non_blocking=True)
-
-    times = device.timed(work)
-    right = torch.equal(target.cpu(), source)
-    report.say(f"h2d_pinned_in_pieces_of_{_size(nbytes)}", right, pieces=len(pairs), gbps=times.gbps(source.nbytes),
-               host_ms=times.host_ms)  # fmt: skip
-
-
-def _two_dimensional(report: Report, device: Device, target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-    """The left half of the rows of a matrix of twice the size: what a rank takes of a matrix cut by columns."""
-    rows = 1 << 10
-    width = nbytes // rows
-    matrix = source[: 2 * nbytes].view(rows, 2 * width)
-    half, to = matrix[:, :width], target[:nbytes].view(rows, width)
-    name = f"h2d_2d_of_{_size(nbytes)}"
-    to.zero_()
-    times = device.timed(lambda: to.copy_(half, non_blocking=True))
-    device.wait()
-    report.say(f"{name}_by_torch", torch.equal(to.cpu(), half), gbps=times.gbps(nbytes), host_ms=times.host_ms)
-    runtime = _bindings("runtime") if device.cuda else None
-    if runtime is None:
-        report.say(f"{name}_by_cudaMemcpy2DAsync", reason="no CUDA, or cuda.bindings is missing")
-        return
-    kind, problems = runtime.cudaMemcpyKind(HOST_TO_DEVICE), set[str]()
-    stream = torch.cuda.current_stream(device.torch).cuda_stream
-    to.zero_()
-
-    def work() -> None:
-        answer = runtime.cudaMemcpy2DAsync(to.data_ptr(), width, half.data_ptr(), 2 * width, width, rows, kind, stream)
-        if int(answer[0]):
-            problems.add(str(answer[0]))
-
-    times = device.timed(work)
-    device.wait()
-    right = not problems and torch.equal(to.cpu(), half)
-    report.say(f"{name}_by_cudaMemcpy2DAsync", right, gbps=times.gbps(nbytes), host_ms=times.host_ms,
-               problems=sorted(problems))  # fmt: skip
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20}_mib" if nbytes >> 20 else f"{nbytes >> 10}_kib"
-
-
-@contextlib.contextmanager
-def _slot(nbytes: int) -> Iterator[tuple[Path, torch.Tensor]]:
-    """A file as slots are, in the arena, and its contents."""
-    with engine.arena(nbytes) as directory:
-        path, written = directory / "slot", _filled(torch.empty(nbytes, dtype=torch.uint8))
-        with path.open("wb") as file:
-            file.write(memoryview(written.numpy()))
-        yield path, written
-
-
-def _registered(
-    report: Report,
-    device: Device,
-    name: str,
-    target: torch.Tensor,
-    path: Path,
-    written: torch.Tensor,
-    *,
-    flags: int | None,
-) -> None:
-    """A copy out of a mapping of the slot, which is registered with `flags` before, or not at all.
-
-    An instance maps slots for reading; whether the driver takes such a mapping is what the last of them shows.
-    """
-    writable = flags != READ_ONLY
-    with path.open("r+b" if writable else "rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that one of them is read-only
-        source = torch.frombuffer(mapping, dtype=torch.uint8)
-    figures: dict[str, Any] = {}
-    if flags is not None and device.cuda:
-        runtime = torch.cuda.cudart()
-        begun = time.perf_counter()
-        status = int(runtime.cudaHostRegister(source.data_ptr(), source.nbytes, flags))
-        seconds = time.perf_counter() - begun
-        figures = {"register_status": status, "register_s": seconds, "register_gbps": source.nbytes / 1e9 / seconds}
-        if status:
-            forget_error()
-            report.say(name, **figures, reason="the driver did not register this mapping")
-            return
-    target.zero_()
-    times = device.timed(lambda: target.copy_(source, non_blocking=True))
-    device.wait()
-    right = torch.equal(target.cpu(), written)
-    if figures:
-        begun = time.perf_counter()
-        figures["unregister_status"] = int(torch.cuda.cudart().cudaHostUnregister(source.data_ptr()))
-        figures["unregister_s"] = time.perf_counter() - begun
-    report.say(name, right, gbps=times.gbps(source.nbytes), host_ms=times.host_ms, **figures)
-
-
-def _on_device(report: Report, device: Device, small: bool) -> None:
-    """All tensors of a model from one buffer, at once: the copies of a flip without anything else of it."""
-    shape = SMALL if small else LLAMA_8B.fitted(device.free_nbytes(), 2.5)
-    live = list(Stack(shape, device.torch).tensors().values())
-    nbytes = sum(tensor.nbytes for tensor in live)
-    staged = [torch.full_like(tensor, 3) for tensor in live]
-    times = device.timed(lambda: torch._foreach_copy_(live, staged))
-    device.wait()
-    right = all(bool((tensor == 3).all()) for tensor in live)
-    report.say("d2d_foreach", right, tensors=len(live), gb=nbytes / 1e9, device_ms=times.device_ms,
-               host_ms=times.host_ms, copied_gbps=times.gbps(nbytes), moved_gbps=times.gbps(2 * nbytes))  # fmt: skip
-
-    def one_by_one() -> None:
-        for to, of in zip(live, staged, strict=True):
-            to.copy_(of, non_blocking=True)
-
-    times = device.timed(one_by_one)
-    report.say("d2d_one_by_one", device_ms=times.device_ms, host_ms=times.host_ms, copied_gbps=times.gbps(nbytes))
-
-
 # mappings ------------------------------------------------------------------------------------------------------------
 
 
@@ -345,11 +179,3 @@ def _remap(report: Report, device: Device, driver: CudaDriver, gib: int, handles
     report.say("its_own_addresses_show_the_same", all(aliases))
     median, longest = statistics.median(milliseconds), max(milliseconds)
     report.say("remap", gib=gib, handles=handles, median_ms=median, max_ms=longest)
-
-
-def _bindings(name: str) -> Any:
-    """A module of cuda.bindings, or None."""
-    try:
-        return importlib.import_module(f"cuda.bindings.{name}")
-    except ImportError:
-        return None

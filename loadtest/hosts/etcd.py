@@ -1,14 +1,16 @@
-"""An etcd with a member on each host."""
+"""An etcd with a member on each host, or of one member on this one."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ import grpc
 from aetcd import rpc
 
 from loadtest.hosts.namespaces import Hosts, reaches, until
+from server.ports import free_port
+from weightsync.errors import StoreUnavailable
+from weightsync.store import open_store
 
 CLIENTS, PEERS = 2379, 2380
 MISSING = "no etcd: run `make setup`, or install Debian's etcd-server"
+START_TIMEOUT_S = 30.0
 NO_CLIENT = "no etcdctl: run `make setup`, or install Debian's etcd-client"
 
 
@@ -146,3 +152,31 @@ class Etcd(Members):
     def close(self) -> None:
         self.stop()
         shutil.rmtree(self.directory)
+
+
+@contextlib.contextmanager
+def alone(binary: str, directory: Path, *flags: str) -> Iterator[tuple[str, int]]:
+    """An etcd of one member on loopback: the store's URL, and the process id. Raises TimeoutError."""
+    client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    arguments = {
+        "data-dir": str(directory / "etcd"), "listen-client-urls": client, "advertise-client-urls": client,
+        "listen-peer-urls": peer, "initial-advertise-peer-urls": peer, "initial-cluster": f"default={peer}",
+        "log-level": "error",
+    }  # fmt: skip
+    url = f"etcd://{client.removeprefix('http://')}/bench"
+    with (directory / "etcd.log").open("ab") as log:
+        process = subprocess.Popen([binary, *_words(arguments), *flags], stdout=log, stderr=log)
+    try:
+        asyncio.run(_until_open(url))
+        yield url, process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def _until_open(url: str) -> None:
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                return await open_store(url).close()
+            await asyncio.sleep(0.05)

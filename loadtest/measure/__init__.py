@@ -1,1 +1,1 @@
-"""What figures are made of: the machine they belong to, CPU time by process, gaps between tokens."""
+"""What figures are made of: the machine they belong to, CPU time, gaps between tokens, charts."""

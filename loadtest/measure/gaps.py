@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -52,17 +52,6 @@ class Gaps:
         """Tokens that arrived inside the windows, over their total length."""
         count = sum(int(((self.ends >= a) & (self.ends < b)).sum()) for a, b in windows)
         return count / sum(b - a for a, b in windows)
-
-
-@dataclass
-class Swaps:
-    """When nothing was swapped and when something was, on the monotonic clock; and of each swap the commit, and how
-    fast it was staged (GB/s)."""
-
-    quiet: list[Window] = field(default_factory=list)
-    swapping: list[Window] = field(default_factory=list)
-    commit_ms: list[float] = field(default_factory=list)
-    staging_gbps: list[float] = field(default_factory=list)
 
 
 def summary(lengths: np.ndarray) -> dict[str, float]:

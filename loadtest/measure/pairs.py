@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.machine import machine
+from loadtest.measure.run import with_machine
 from server.cli.admin import AdminClient
 from server.errors import CliError
 from server.ports import free_port
@@ -95,9 +94,7 @@ def report(title: str, names: tuple[str, str], ratios: Mapping[str, Ratio], json
         quartiles = f"{ratio.low:.3f} - {ratio.high:.3f}"
         table.add_row(name, f"{ratio.this:.4g}", f"{ratio.other:.4g}", f"{ratio.median:.3f}", quartiles)
     Console(width=120).print(table)
-    if json is not None:
-        said = {"machine": machine(), "other": names[1], "figures": {n: asdict(r) for n, r in ratios.items()}}
-        json.write_bytes(orjson.dumps(said, option=orjson.OPT_INDENT_2))
+    with_machine({"other": names[1], "figures": {name: asdict(ratio) for name, ratio in ratios.items()}}, json)
 
 
 class Serving:

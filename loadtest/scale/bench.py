@@ -14,7 +14,7 @@ from rich.table import Table
 
 import loadtest.scale.records as records
 import loadtest.scale.store as store
-from loadtest.measure.machine import machine
+from loadtest.measure.run import with_machine
 from loadtest.scale.network import MIB, Outcome, Scenario, Way
 from loadtest.scale.swarm import distribute
 
@@ -88,18 +88,15 @@ SLOTS_IN_A_SWAP = 3  # the active version, the one before, the one that comes
 def run(json: Path | None, only: Scenario | None = None) -> dict[str, Any]:
     """Simulate the standard cases, or `only` one in all ways; print the tables, write the figures to `json`."""
     out, groups = Console(), {"as asked": all_ways(only)} if only is not None else standard()
-    found: dict[str, Any] = {"machine": machine(), "fan_out": {}}
+    found: dict[str, Any] = {"fan_out": {}}
     for group, cases in groups.items():
         found["fan_out"][group] = figures = {name: simulated(scenario) for name, scenario in cases.items()}
         _print_fan_out(out, group, figures)
     found["store"] = _store(FLEETS if only is None else (only.hosts // only.hosts_per_instance,))
     _print_store(out, found["store"])
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        if json.exists() and "live" in (there := jsonlib.loads(json.read_text())):
-            found["live"] = there["live"]  # `--live` measured it
-        json.write_text(jsonlib.dumps(found, indent=1) + "\n")
-    return found
+    if json is not None and json.exists() and "live" in (there := jsonlib.loads(json.read_text())):
+        found["live"] = there["live"]  # `--live` measured it
+    return with_machine(found, json)
 
 
 def simulated(scenario: Scenario) -> dict[str, Any]:

@@ -26,9 +26,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.hosts.etcd import MISSING, binary
+from loadtest.hosts.etcd import MISSING, alone, binary
 from loadtest.measure.machine import machine
-from loadtest.scale.store_latency import own_etcd
+from loadtest.measure.run import write
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, open_store
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
@@ -68,52 +68,56 @@ def run(json: Path | None, fleets: Iterable[int] = AGENTS) -> dict[str, Any]:
         sizes = f"{cost.agent_cpu_ms:.1f}", f"{cost.agent_nbytes / 1024:.0f}", f"{cost.etcd_nbytes / MIB:.0f}"
         table.add_row(*times, f"{cost.events_an_agent:.1f}", f"{cost.sent_nbytes / 1e6:.1f}", *sizes)
     Console().print(table if "fleets" in found else found["skipped"])
-    if json is not None:
-        there = loads(json.read_text()) if json.exists() else {}
-        json.write_text(dumps({**there, "live": found}, indent=1) + "\n")
+    there = loads(json.read_text()) if json is not None and json.exists() else {}
+    write({**there, "live": found}, json)
     return found
 
 
-def measure(fleets: Iterable[int] = AGENTS, flags: Iterable[str] = ()) -> dict[str, Any]:
-    """By number of agents; {"skipped": why} without etcd. `flags` are etcd's."""
+def measure(fleets: Iterable[int] = AGENTS) -> dict[str, Any]:
+    """By number of agents; {"skipped": why} without etcd."""
     found = binary()
     if found is None:
         return {"skipped": MISSING}
-    figures = {str(agents): asdict(asyncio.run(_measure(found, agents, tuple(flags)))) for agents in fleets}
-    return {"processes": PROCESSES, "lease_ttl_s": LEASE_TTL_S, "etcd_flags": list(flags), "fleets": figures}
+    figures = {str(agents): asdict(_measured(found, agents)) for agents in fleets}
+    return {"processes": PROCESSES, "lease_ttl_s": LEASE_TTL_S, "fleets": figures}
 
 
-async def _measure(executable: str, agents: int, flags: tuple[str, ...]) -> Cost:
-    with tempfile.TemporaryDirectory(prefix="hotswap-live-", dir="/dev/shm") as directory:
-        async with own_etcd(executable, Path(directory) / "etcd", *flags) as url:
-            etcd = next(child for child in psutil.Process().children() if child.name() == "etcd")
-            store = open_store(url)
-            await ensure_arena(store, Path(directory) / "arena")
-            coordinator = Coordinator(store, MODEL)
-            coordinator.start()
-            share = -(-agents // PROCESSES)
-            starts = range(0, agents, share)
-            fleet = [await _Agents.started(url, first, min(share, agents - first)) for first in starts]
-            publisher = await asyncio.to_thread(Publisher, url, model=MODEL)
-            try:
-                await _swap(publisher, fleet, etcd, url, -1)
-                costs = [await _swap(publisher, fleet, etcd, url, step) for step in range(SWAPS)]
-                before, _ = _used(etcd, url)
-                await asyncio.sleep(IDLE_S)
-                idle = (_used(etcd, url)[0] - before) / IDLE_S
-                said = [await agents_.ask("say") for agents_ in fleet]
-            finally:
-                await asyncio.to_thread(publisher.close)
-                for agents_ in fleet:
-                    await agents_.end()
-                await coordinator.stop()
-                await store.close()
-            nbytes = sum(s["nbytes"] for s in said) // agents
-            seconds, cpu, events, sent, agent_cpu = sorted(costs, key=lambda cost: cost[1])[SWAPS // 2]
-            return Cost(
-                agents, seconds, cpu, int(events), events / agents, int(sent), 1e3 * agent_cpu / agents, nbytes,
-                etcd.memory_info().rss, idle,
-            )  # fmt: skip
+def _measured(executable: str, agents: int) -> Cost:
+    with (
+        tempfile.TemporaryDirectory(prefix="hotswap-live-", dir="/dev/shm") as directory,
+        alone(executable, Path(directory)) as (url, pid),
+    ):
+        return asyncio.run(_measure(url, psutil.Process(pid), Path(directory) / "arena", agents))
+
+
+async def _measure(url: str, etcd: psutil.Process, arena: Path, agents: int) -> Cost:
+    store = open_store(url)
+    await ensure_arena(store, arena)
+    coordinator = Coordinator(store, MODEL)
+    coordinator.start()
+    share = -(-agents // PROCESSES)
+    starts = range(0, agents, share)
+    fleet = [await _Agents.started(url, first, min(share, agents - first)) for first in starts]
+    publisher = await asyncio.to_thread(Publisher, url, model=MODEL)
+    try:
+        await _swap(publisher, fleet, etcd, url, -1)
+        costs = [await _swap(publisher, fleet, etcd, url, step) for step in range(SWAPS)]
+        before, _ = _used(etcd, url)
+        await asyncio.sleep(IDLE_S)
+        idle = (_used(etcd, url)[0] - before) / IDLE_S
+        said = [await agents_.ask("say") for agents_ in fleet]
+    finally:
+        await asyncio.to_thread(publisher.close)
+        for agents_ in fleet:
+            await agents_.end()
+        await coordinator.stop()
+        await store.close()
+    nbytes = sum(s["nbytes"] for s in said) // agents
+    seconds, cpu, events, sent, agent_cpu = sorted(costs, key=lambda cost: cost[1])[SWAPS // 2]
+    return Cost(
+        agents, seconds, cpu, int(events), events / agents, int(sent), 1e3 * agent_cpu / agents, nbytes,
+        etcd.memory_info().rss, idle,
+    )  # fmt: skip
 
 
 async def _swap(

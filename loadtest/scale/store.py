@@ -15,8 +15,7 @@ from typing import Any
 
 import psutil
 
-from loadtest.hosts.etcd import MISSING, binary
-from loadtest.scale.store_latency import own_etcd
+from loadtest.hosts.etcd import MISSING, alone, binary
 from weightsync.control.board import Board
 from weightsync.control.records import InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Wait, decide
@@ -35,23 +34,24 @@ def measure(writes: int = WRITES, watchers: int = WATCHERS) -> dict[str, Any]:
     found = binary()
     if found is None:
         return {"skipped": MISSING}
-    return asyncio.run(_measure(found, writes, watchers))
+    with (
+        tempfile.TemporaryDirectory(prefix="hotswap-scale-") as directory,
+        alone(found, Path(directory)) as (url, pid),
+    ):
+        return asyncio.run(_measure(url, psutil.Process(pid), writes, watchers))
 
 
-async def _measure(executable: str, writes: int, watchers: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="hotswap-scale-") as directory:
-        async with own_etcd(executable, Path(directory)) as url:
-            process = _etcd_process()
-            async with contextlib.aclosing(_Stores(url, 1 + watchers)) as stores:
-                store = stores.all[0]
-                alone = await _burst(process, store, [], writes)
-                followed = await _burst(process, store, stores.all[1:], writes // 4)
-                largest = await _largest_txn(store)
+async def _measure(url: str, process: psutil.Process, writes: int, watchers: int) -> dict[str, Any]:
+    async with contextlib.aclosing(_Stores(url, 1 + watchers)) as stores:
+        store = stores.all[0]
+        unwatched = await _burst(process, store, [], writes)
+        followed = await _burst(process, store, stores.all[1:], writes // 4)
+        largest = await _largest_txn(store)
     delivered = followed["events"]
-    extra = followed["etcd_cpu_s"] - alone["etcd_cpu_s"] * followed["writes"] / alone["writes"]
+    extra = followed["etcd_cpu_s"] - unwatched["etcd_cpu_s"] * followed["writes"] / unwatched["writes"]
     return {
-        "writes_per_s": alone["writes"] / alone["seconds"],
-        "etcd_cpu_us_per_write": 1e6 * alone["etcd_cpu_s"] / alone["writes"],
+        "writes_per_s": unwatched["writes"] / unwatched["seconds"],
+        "etcd_cpu_us_per_write": 1e6 * unwatched["etcd_cpu_s"] / unwatched["writes"],
         "watchers": watchers,
         "events_per_s": delivered / followed["seconds"],
         "etcd_cpu_us_per_event": 1e6 * extra / delivered,
@@ -68,10 +68,6 @@ class _Stores:
     async def aclose(self) -> None:
         for store in self.all:
             await store.close()
-
-
-def _etcd_process() -> psutil.Process:
-    return next(child for child in psutil.Process().children() if child.name() == "etcd")
 
 
 async def _burst(process: psutil.Process, store: Store, watching: list[Store], writes: int) -> dict[str, Any]:

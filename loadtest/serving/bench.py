@@ -15,7 +15,6 @@ to one and then to the other, as a Poisson process that does not wait for answer
 from __future__ import annotations
 
 import contextlib
-import json as jsonlib
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.machine import machine
+from loadtest.measure.run import with_machine
 from loadtest.models.checkpoints import TINY_SHAPE, make_checkpoint
 from loadtest.serving.arrivals import Plan, Seen, Stream
 from loadtest.serving.goodput import Target, figures, jain, quantile
@@ -113,12 +112,9 @@ def run(json: Path | None = None, *, small: bool = False) -> dict[str, Any]:
     lengths = SMALL if small else Lengths()
     with _stand(work, TINY_SHAPE if small else SHAPE) as stand:
         found = measure(stand, lengths, LOADS if not small else (0.5, 3.0))
-    found = {"machine": machine(), "max_num_seqs": MAX_NUM_SEQS, "seconds": asdict(lengths), **found}
+    found = {"max_num_seqs": MAX_NUM_SEQS, "seconds": asdict(lengths), **found}
     _print(found)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(found, indent=1))
-    return found
+    return with_machine(found, json)
 
 
 def measure(stand: Stand, lengths: Lengths, loads: Sequence[float]) -> dict[str, Any]:

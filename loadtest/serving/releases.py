@@ -15,8 +15,6 @@ And clients that differ, whose requests go through the gateway's own split and o
 
 from __future__ import annotations
 
-import argparse
-import json as jsonlib
 import math
 import statistics
 from collections import Counter
@@ -30,6 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.measure.run import with_machine
 from server.gateway.access.keys import ANONYMOUS, Principal
 from server.gateway.config import UpstreamSettings
 from server.gateway.fleet.instance import Instance
@@ -145,11 +144,9 @@ def run(
     # a tenth as many: each request goes through the split and the observer
     ended = [of_clients(*each, max(1, releases // 10), 2 * answers, seed) for each in CLIENTS]
     show_ended(ended, max(1, releases // 10), 2 * answers)
-    if json is not None:
-        about = {"releases": releases, "answers_in_a_step": answers, "false_alarms": POLICY.false_alarms, "seed": seed}
-        tables = {"scenarios": [asdict(each) for each in found], "harms": [asdict(each) for each in harms]}
-        tables["clients"] = [asdict(each) for each in ended]
-        json.write_text(jsonlib.dumps({**about, **tables}, indent=1) + "\n")
+    about = {"releases": releases, "answers_in_a_step": answers, "false_alarms": POLICY.false_alarms, "seed": seed}
+    tables = {"scenarios": [asdict(each) for each in found], "harms": [asdict(each) for each in harms]}
+    with_machine({**about, **tables, "clients": [asdict(each) for each in ended]}, json)
     return found, harms, ended
 
 
@@ -332,16 +329,3 @@ def show_harms(harms: list[Harm], releases: int) -> None:
         median = f"{each.median:.0f}" if each.median is not None else ""
         table.add_row(f"{each.worse_by * 100:.0f} points", *shares, median, str(each.fixed))
     Console(width=WIDTH).print(table)
-
-
-def main() -> None:
-    """`python -m loadtest.serving.releases`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--releases", type=int, default=1000)
-    parsed = parser.parse_args()
-    run(parsed.json, releases=parsed.releases)
-
-
-if __name__ == "__main__":
-    main()

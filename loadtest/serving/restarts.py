@@ -12,7 +12,6 @@ engine and its dummy weights; `weights` until it runs the active version; `warm-
 from __future__ import annotations
 
 import contextlib
-import json as jsonlib
 import os
 import signal
 import statistics
@@ -27,13 +26,12 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.machine import machine
+from loadtest.measure.run import up, with_machine
 from loadtest.models.kinds import bench_checkpoints
 from loadtest.swaps.stall import VLLM_ARGS
 from loadtest.workload.stock_vllm import StockVllm
 from server.cli.admin import AdminClient
 from server.errors import CliError
-from server.up.config import UpConfig
 from server.up.server import Server
 
 MODEL = "restart"
@@ -57,21 +55,15 @@ def run(json: Path | None, *, kills: int = 5, small: bool = False, runs: Path = 
     """Measure, print the table, and write the figures to `json`. Checkpoints and logs go to `runs`."""
     work = runs / ("restart-small" if small else "restart")
     (checkpoint,) = bench_checkpoints(runs / "bench", "dense", small=small, count=1)
-    config = UpConfig(
-        model=str(checkpoint), name=MODEL, port=0, throwaway=True, state_dir=work / "state", vllm_args=VLLM_ARGS
-    )
     found = Found()
-    with Server(config) as server:
+    with up(checkpoint, MODEL, work / "state", VLLM_ARGS) as server:
         for _ in range(kills):
             found.restarts.append(restarted(server))
             found.stock.append(started(checkpoint, work / "stock.log"))
             found.imports.append(imported())
-    figures = figures_of(found) | {"machine": machine(), "kills": kills, "small": small}
+    figures = figures_of(found) | {"kills": kills, "small": small}
     _print(figures)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(figures, indent=1) + "\n")
-    return figures
+    return with_machine(figures, json)
 
 
 def restarted(server: Server) -> dict[str, float]:

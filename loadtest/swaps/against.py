@@ -31,7 +31,7 @@ class Side:
     """A server, and the process that publishes to it, both of one checkout."""
 
     serving: Serving
-    publish: Callable[..., dict[str, Any]]
+    publish: Callable[[int], dict[str, Any]]
 
 
 def run(

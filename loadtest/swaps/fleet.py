@@ -7,8 +7,6 @@ compared with copies as many bytes as the model has, while the streams run.
 
 from __future__ import annotations
 
-import argparse
-import json as jsonlib
 import os
 import statistics
 import time
@@ -22,15 +20,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.cpu import cpu_seconds
-from loadtest.measure.gaps import Gaps, Swaps, Window, summary
-from loadtest.measure.machine import machine, memcpy_gbps
+from loadtest.measure import run as shared
+from loadtest.measure.gaps import Gaps, Window, summary
+from loadtest.measure.machine import memcpy_gbps
 from loadtest.models.checkpoints import TINY_SHAPE, make_checkpoint
 from loadtest.workload.children import last_line, publishing, streaming
 from server.cli.admin import AdminClient
 from server.errors import RequestFailed
-from server.up import interrupts
-from server.up.config import UpConfig
 from server.up.processes import BIND_ENV
 from server.up.server import Server
 
@@ -67,43 +63,36 @@ CASES = (Case(1, 1, ("together",)), Case(2, 1), Case(4, 1), Case(1, 2, ("togethe
 
 
 @dataclass
-class Seen(Swaps):
+class Seen:
     """What one case showed; windows on the monotonic clock, `asked_at` by version, times in ms, rates in GB/s."""
 
+    quiet: list[Window] = field(default_factory=list)
+    swapping: list[Window] = field(default_factory=list)
+    commit_ms: list[float] = field(default_factory=list)
+    staging_gbps: list[float] = field(default_factory=list)
     blocks_without: list[Window] = field(default_factory=list)
     blocks_with: list[Window] = field(default_factory=list)
     asked_at: dict[int, float] = field(default_factory=dict)
     rollback_commit_ms: list[float] = field(default_factory=list)
     rollback_ms: list[float] = field(default_factory=list)
     swap_ms: list[float] = field(default_factory=list)
-    cpu_without: dict[str, float] = field(default_factory=dict)
-    cpu_with: dict[str, float] = field(default_factory=dict)
     memcpy_gbps: float = 0.0
     arena: dict[str, int] = field(default_factory=dict)
     aborted: int = 0  # swaps that left the old version serving: an instance was too slow, or out of its lease
 
 
-def run(json: Path | None, *, streams: int = 8, swaps: int = 6, small: bool = False, only: str = "") -> dict[str, Any]:
-    """Measure every case whose name has `only` in it, print the table, write the figures to `json`; returns them."""
+def run(json: Path | None, *, streams: int = 8, swaps: int = 6, small: bool = False) -> dict[str, Any]:
+    """Measure every case, print the table, write the figures to `json`; returns them."""
     work = Path("runs") / ("fleet-small" if small else "fleet")
     models = _checkpoints(work, TINY_SHAPE if small else FLEET_SHAPE)
-    figures: dict[str, Any] = {"machine": machine(), "streams": streams, "swaps": swaps, "cases": {}}
+    figures: dict[str, Any] = {"streams": streams, "swaps": swaps, "cases": {}}
     for case in CASES:
-        modes = [mode for mode in case.modes if only in case.name(mode)]
-        if not modes:
-            continue
         with _server(case, models[0], work) as server, publishing(server.store, "fleet", models) as publish:
-            for mode in modes:
+            for mode in case.modes:
                 figures["cases"][case.name(mode)] = _measure(server, publish, mode, models, streams, swaps)
                 _print(figures["cases"])
-                _write(figures, json)  # a later case may fail
-    return figures
-
-
-def _write(figures: dict[str, Any], json: Path | None) -> None:
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(figures, indent=1))
+                found = shared.with_machine(figures, json)  # a later case may fail
+    return found
 
 
 def _checkpoints(work: Path, shape: dict[str, Any]) -> list[Path]:
@@ -157,17 +146,8 @@ def _server(case: Case, model: Path, work: Path) -> Iterator[Server]:
     state = work / f"state-{case.instances}-{case.tensor_parallel}"
     if case.tensor_parallel > 1:  # a core for each rank
         os.environ[BIND_ENV] = "|".join(str(rank) for rank in range(case.tensor_parallel))
-    config = UpConfig(
-        model=str(model),
-        name="fleet",
-        port=0,
-        throwaway=True,
-        state_dir=state,
-        instances=case.instances,
-        vllm_args=tuple(args),
-    )
     try:
-        with Server(config) as server:
+        with shared.up(model, "fleet", state, tuple(args), instances=case.instances) as server:
             yield server
     finally:
         if case.tensor_parallel > 1:
@@ -197,21 +177,14 @@ def _single_swaps(swaps: int, swap: Callable[[int], bool], admin: AdminClient, s
 
 def _swap_every_second(swap: Callable[[int], bool], seen: Seen) -> None:
     for _ in range(BLOCKS):
-        start, cpu = time.monotonic(), cpu_seconds()
+        start = time.monotonic()
         time.sleep(BLOCK_S)
         seen.blocks_without.append((start, time.monotonic()))
-        _add(seen.cpu_without, cpu)
-        start, cpu = time.monotonic(), cpu_seconds()
+        start = time.monotonic()
         for number in range(int(BLOCK_S)):
             swap(number)
             time.sleep(max(0.0, start + number + 1 - time.monotonic()))
         seen.blocks_with.append((start, time.monotonic()))
-        _add(seen.cpu_with, cpu)
-
-
-def _add(total: dict[str, float], since: dict[str, float]) -> None:
-    for role, seconds in cpu_seconds().items():
-        total[role] = total.get(role, 0.0) + seconds - since.get(role, 0.0)
 
 
 def _nbytes(model: Path) -> int:
@@ -256,15 +229,10 @@ def _figures(result: dict[str, Any], seen: Seen) -> dict[str, Any]:
         "staging_share_of_memcpy": staging / seen.memcpy_gbps,
         "goodput_kept": gaps.tokens_per_s(seen.blocks_with) / gaps.tokens_per_s(seen.blocks_without),
         "tokens_per_s": gaps.tokens_per_s(seen.blocks_without),
-        "cpu_ms_per_s": {"none": _per_second(seen.cpu_without), "swap": _per_second(seen.cpu_with)},
         "arena": seen.arena,
         "lost": {key: result[key] for key in ("failed", "truncated")},
         "aborted": seen.aborted,
     }
-
-
-def _per_second(cpu: dict[str, float]) -> dict[str, float]:
-    return {role: seconds * 1e3 / (BLOCKS * BLOCK_S) for role, seconds in cpu.items()}
 
 
 def _print(cases: dict[str, Any]) -> None:
@@ -289,15 +257,3 @@ def _print(cases: dict[str, Any]) -> None:
             str(case["aborted"]),
         )
     Console(width=180).print(table)
-
-
-if __name__ == "__main__":
-    interrupts.install()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--swaps", type=int, default=6)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--only", default="", help="cases with this in their name, as in 'TP 2' or '4 x'")
-    options = parser.parse_args()
-    run(options.json, streams=options.streams, swaps=options.swaps, small=options.small, only=options.only)

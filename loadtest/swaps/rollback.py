@@ -8,8 +8,6 @@ clock runs to the commit that takes the version back, and to the last answer by 
 
 from __future__ import annotations
 
-import argparse
-import json as jsonlib
 import statistics
 import threading
 import time
@@ -21,15 +19,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.machine import machine
-from loadtest.models.checkpoints import make_constant_checkpoint
+from loadtest.measure import run as shared
 from server.cli.admin import AdminClient
 from server.gateway.release.judge import Evidence, examine
 from server.gateway.release.policy import parse
 from server.gateway.release.statistics import NOTHING, Tally
 from server.ports import free_port
-from server.up import interrupts
-from server.up.config import UpConfig
 from server.up.processes import Child
 from server.up.server import Server
 
@@ -79,18 +74,16 @@ def run(json: Path | None, *, releases: int = 8) -> dict[str, Any]:
     """Measure, print the table, and write the figures to `json`; returns them."""
     work = Path("runs") / "bench-rollback"
     work.mkdir(parents=True, exist_ok=True)
-    good, bad = (make_constant_checkpoint(work / name, token=token) for name, token in (("good", 100), ("bad", 101)))
+    good, bad = shared.saying(work, range(100, 102))
     port = free_port()
     rewards = work / "rewards.yaml"
     reward = {"kind": "regex", "name": "good", "pattern": "w100"}
     rewards.write_text(yaml.safe_dump({"port": port, "rewards": [reward]}))
     scoring = Child("rewards", ["trainer.rewards.server", "--config", str(rewards)], work / "rewards.log")
-    config = UpConfig(
-        model=str(good), name=MODEL, port=0, instances=2, throwaway=True, state_dir=work / "state", kv_cache_gib=0.1,
-        vllm_args=VLLM_ARGS, gateway_args=("--reward", f"good=http://127.0.0.1:{port}"),
-    )  # fmt: skip
+    options: dict[str, Any] = {"instances": 2, "kv_cache_gib": 0.1}
+    options["gateway_args"] = ("--reward", f"good=http://127.0.0.1:{port}")
     try:
-        with Server(config) as server:
+        with shared.up(good, MODEL, work / "state", VLLM_ARGS, **options) as server:
             rows = [one(server, bad, policy()) for _ in range(releases)]
     finally:
         scoring.stop()
@@ -99,11 +92,9 @@ def run(json: Path | None, *, releases: int = 8) -> dict[str, Any]:
         for phase in PHASES
     }
     failed = sum(row["failed"] for row in rows)
-    figures |= {"releases": rows, "clients": CLIENTS, "failed": failed, "machine": machine()}
+    figures |= {"releases": rows, "clients": CLIENTS, "failed": failed}
     show(figures)
-    if json is not None:
-        json.write_text(jsonlib.dumps(figures, indent=1) + "\n")
-    return figures
+    return shared.with_machine(figures, json)
 
 
 def one(server: Server, bad: Path, text: str) -> dict[str, Any]:
@@ -165,17 +156,3 @@ def show(figures: dict[str, Any]) -> None:
         table.add_row(what, f"{figures[phase]['median']:.2f}", f"{figures[phase]['longest']:.2f}")
     Console().print(table)
     Console().print(f"failed requests: {figures['failed']}", highlight=False)
-
-
-def main() -> None:
-    """`python -m loadtest.swaps.rollback`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--releases", type=int, default=8)
-    parsed = parser.parse_args()
-    interrupts.install()
-    run(parsed.json, releases=parsed.releases)
-
-
-if __name__ == "__main__":
-    main()

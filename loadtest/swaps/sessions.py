@@ -33,11 +33,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import loadtest
-from loadtest.measure.machine import machine
+from loadtest.measure.run import up, with_machine
 from loadtest.models.checkpoints import make_checkpoint
 from loadtest.models.smollm import smollm
 from server.cli.admin import AdminClient
-from server.up.config import UpConfig
 from server.up.server import Server
 from weightsync import Publisher
 
@@ -157,21 +156,14 @@ def run(json: Path | None, *, small: bool = False) -> Any:
     conversations, turns = (2, 3) if small else (CONVERSATIONS, TURNS)
     with tempfile.TemporaryDirectory(prefix="hotswap-sessions-") as work:
         model = make_checkpoint(Path(work) / "model", seed=1, scale=3.0) if small else smollm()
-        config = UpConfig(
-            model=str(model), name=MODEL, port=0, throwaway=True, state_dir=Path(work) / "state", kv_cache_gib=1.0,
-            vllm_args=(*ARGS, "2048" if small else "4096"),
-        )  # fmt: skip
-        with Server(config) as server:
+        with up(model, MODEL, Path(work) / "state", (*ARGS, "2048" if small else "4096"), kv_cache_gib=1.0) as server:
             found = asyncio.run(_measure(server, model, conversations, turns, text(model, small=small)))
     shape = {"conversations": conversations, "turns": turns, "first_tokens": FIRST_TOKENS}
     shape |= {"turn_tokens": TURN_TOKENS, "answer_tokens": ANSWER_TOKENS}
     figures = {"model": "tiny" if small else "SmolLM2-135M", "drift": DRIFT, "shape": shape}
-    figures |= {"kv": found, "machine": machine()}
+    figures["kv"] = found
     _print(figures)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
-    return figures
+    return with_machine(figures, json)
 
 
 async def _measure(server: Server, model: Path, conversations: int, turns: int, words: Iterator[int]) -> dict[str, Any]:

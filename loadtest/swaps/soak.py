@@ -7,7 +7,6 @@ compared between the end of the warm-up and the end, after the load has stopped.
 
 from __future__ import annotations
 
-import argparse
 import json as jsonlib
 import subprocess
 import sys
@@ -17,14 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
-from loadtest.measure.machine import machine
-from loadtest.models.checkpoints import make_constant_checkpoint
+from loadtest.measure.processes import tree
+from loadtest.measure.run import saying, up, with_machine
 from server.cli.admin import AdminClient
-from server.up import interrupts
-from server.up.config import UpConfig
 from server.up.server import Server
 from weightsync import Publisher
 
@@ -50,28 +46,12 @@ def run(
 ) -> dict[str, Any]:
     """Swap `swaps` times under load, for `minutes` at most, print the outcome, and write it to `json`; returns it."""
     work = Path("runs") / "soak"
-    models = [_checkpoint(work / f"say-{i}", FIRST_TOKEN + i) for i in range(CHECKPOINTS)]
-    config = UpConfig(
-        model=str(models[1]),
-        name=MODEL,
-        port=0,
-        throwaway=True,
-        state_dir=work / "state",
-        instances=instances,
-        vllm_args=VLLM_ARGS,
-    )
-    with Server(config) as server:
+    models = saying(work, range(FIRST_TOKEN, FIRST_TOKEN + CHECKPOINTS))
+    with up(models[1], MODEL, work / "state", VLLM_ARGS, instances=instances) as server:
         report = _soak(server, models, swaps, clients, minutes)
-    report |= {"machine": machine(), "instances": instances, "clients": clients}
+    report = with_machine(report | {"instances": instances, "clients": clients}, json)
     Console().print_json(data=report)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(report, indent=1))
     return report
-
-
-def _checkpoint(path: Path, token: int) -> Path:
-    return path if (path / "config.json").exists() else make_constant_checkpoint(path, token=token)
 
 
 def _soak(server: Server, models: list[Path], swaps: int, clients: int, minutes: float) -> dict[str, Any]:
@@ -145,8 +125,7 @@ class Swapper:
 
 def usage(server: Server) -> Usage:
     """What the server's processes hold now."""
-    parents = [psutil.Process(child.process.pid) for child in server.children.values() if child.alive]
-    processes = [p for parent in parents for p in (parent, *parent.children(recursive=True))]
+    processes = [p for child in server.children.values() if child.alive for p in tree(child.process.pid)]
     return Usage(
         shm=sum(f.stat().st_blocks * 512 for f in server.arena.iterdir()),
         rss=sum(p.memory_full_info().uss for p in processes),
@@ -178,14 +157,3 @@ def _result(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Ask the clients to finish, and what they saw."""
     output, _ = process.communicate("stop\n", timeout=120)
     return dict(jsonlib.loads(output.strip().splitlines()[-1]))
-
-
-if __name__ == "__main__":
-    interrupts.install()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--swaps", type=int, default=10_000)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=120.0)
-    run(**vars(parser.parse_args()))

@@ -9,29 +9,26 @@ is compared with the quiet ones before and after it: steps grow with the answers
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json as jsonlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.gaps import Gaps, Swaps, Window, summary
-from loadtest.measure.machine import machine, memcpy_gbps
-from loadtest.models.kinds import BENCHED, bench_checkpoints
+from loadtest.measure.gaps import Gaps, Window, summary
+from loadtest.measure.machine import memcpy_gbps
+from loadtest.measure.processes import private_mb, tree
+from loadtest.measure.run import up, with_machine
+from loadtest.models.kinds import bench_checkpoints
 from loadtest.workload.children import last_line, publishing, streaming
 from loadtest.workload.stock_vllm import StockVllm
 from server.cli.admin import AdminClient
-from server.up import interrupts
-from server.up.config import UpConfig
 from server.up.server import Server
 from weightsync.vllm_engine.device.pacing import Staging
 
@@ -45,9 +42,14 @@ VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memo
 
 
 @dataclass
-class Windows(Swaps):
-    """What the swaps of one server showed; times in ms unless their names say otherwise."""
+class Windows:
+    """What the swaps of one server showed: windows on the monotonic clock, and times in ms unless their names say
+    otherwise."""
 
+    quiet: list[Window] = field(default_factory=list)
+    swapping: list[Window] = field(default_factory=list)
+    commit_ms: list[float] = field(default_factory=list)
+    staging_gbps: list[float] = field(default_factory=list)
     publishing: list[Window] = field(default_factory=list)
     staging: list[Window] = field(default_factory=list)  # and the commit
     stage_ms: list[float] = field(default_factory=list)
@@ -68,39 +70,26 @@ def run(
     swaps: int = 6,
     small: bool = False,
     kind: str = "dense",
-    staging: Sequence[Staging] = STAGINGS,
 ) -> dict[str, Any]:
     """Measure a model of `kind` (`model_kinds.BENCHED`), print the tables, and write the figures to `json`.
 
-    They are those of the first of `staging`, and under "staging" those of each.
+    They are those of the first of STAGINGS, and under "staging" those of each.
     """
     work = Path("runs") / ("bench-small" if small else "bench")
     models = bench_checkpoints(work, kind, small=small)
     memcpy = memcpy_gbps()
     ours = {}
-    for way in staging:
-        config = UpConfig(
-            model=str(models[0]),
-            name=MODEL,
-            port=0,
-            throwaway=True,
-            state_dir=work / "state",
-            vllm_args=(*VLLM_ARGS, "--staging", way),
-        )
-        with Server(config) as server:
+    for way in STAGINGS:
+        with up(models[0], MODEL, work / "state", (*VLLM_ARGS, "--staging", way)) as server:
             each_s = SMOOTH_EACH_S if way == "smooth" else EACH_S
             ours[way] = on_hotswap(server, models, streams, swaps, each_s=each_s)
     stock = on_stock(models, work, streams, swaps)  # as many: attention costs more as the answers grow
     found = {way: figures_of(measured, stock) for way, measured in ours.items()}
-    figures = found[staging[0]] | {"staging": found, "memcpy_gbps": memcpy}
-    figures |= {"machine": machine(), "streams": streams, "swaps": swaps}
+    figures = found[STAGINGS[0]] | {"staging": found, "memcpy_gbps": memcpy, "streams": streams, "swaps": swaps}
     figures["model"] = {"kind": kind, "parameters": _parameters(models[0]), "bytes": _nbytes(models[0])}
-    for way in staging:
+    for way in STAGINGS:
         _print(way, found[way])
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(figures, indent=1))
-    return figures
+    return with_machine(figures, json)
 
 
 def on_hotswap(
@@ -139,15 +128,9 @@ def swap_once(admin: AdminClient, publish: Callable[[int], dict[str, Any]], numb
     windows.kernels = record["path"]
 
 
-def private_mb(pid: int) -> float:
-    """The memory that a process and its children share with nobody, in MB."""
-    root = psutil.Process(pid)
-    return sum(p.memory_full_info().uss for p in [root, *root.children(recursive=True)]) / 1e6
-
-
 def engine_cpu_s(pid: int) -> float:
     """The CPU time so far of the processes that vLLM started from `pid` to run the model, in seconds."""
-    found = [p.cpu_times() for p in psutil.Process(pid).children(recursive=True) if p.name().startswith("VLLM::")]
+    found = [p.cpu_times() for p in tree(pid)[1:] if p.name().startswith("VLLM::")]
     return sum(times.user + times.system for times in found)
 
 
@@ -309,15 +292,3 @@ def _print(staging: str, figures: dict[str, Any]) -> None:
                 "engine_cpu_ms_per_token", "first_window", "private_mb", "kernels",
                 "lost"):  # fmt: skip
         console.print(f"{key}: {figures[key]}")
-
-
-if __name__ == "__main__":
-    interrupts.install()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--swaps", type=int, default=6)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--model-kind", dest="kind", choices=sorted(BENCHED), default="dense")
-    parser.add_argument("--staging", choices=STAGINGS, nargs="+", default=STAGINGS)
-    run(**vars(parser.parse_args()))

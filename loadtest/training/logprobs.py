@@ -20,7 +20,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.machine import machine
+from loadtest.measure.run import with_machine
 
 VOCAB, HIDDEN, TOKENS = 151_936, 256, 4096
 WAYS = ("whole", "chunks")
@@ -32,16 +32,14 @@ def run(path: Path | None, *, small: bool) -> dict[str, Any]:
     tokens = 64 if small else TOKENS
     cases = [(way, dtype) for dtype in DTYPES for way in WAYS]
     rows: list[dict[str, Any]] = [{"way": w, "dtype": d, **_in_a_process(w, d, tokens)} for w, d in cases]
-    figures = {"machine": machine(), "vocab": VOCAB, "hidden": HIDDEN, "tokens": tokens, "rows": rows}
+    figures = {"vocab": VOCAB, "hidden": HIDDEN, "tokens": tokens, "rows": rows}
     table = Table(title=f"log-probs of {tokens} tokens over {VOCAB:,} words")
     for column in ("way", "dtype", "peak, MB", "CPU s"):
         table.add_column(column)
     for row in rows:
         table.add_row(row["way"], row["dtype"], f"{row['peak_mb']:,.0f}", f"{row['cpu_s']:.2f}")
     Console().print(table)
-    if path is not None:
-        path.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
-    return figures
+    return with_machine(figures, path)
 
 
 def _in_a_process(way: str, dtype: str, tokens: int) -> dict[str, float]:

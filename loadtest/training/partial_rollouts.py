@@ -7,13 +7,11 @@ has a length from a long tail, a lognormal distribution whose 99th percentile is
 to write so many tokens whatever they are (`ignore_eos`). The length belongs to the sample, not to the request, so a
 continuation has what is left of it, and both ways write the same lengths.
 
-    python -m loadtest.training.partial_rollouts [--json FILE] [--small]
+`python -m loadtest.training.partial_rollouts CONFIG` is a trainer whose answers have these lengths.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import itertools
 import json as jsonlib
 import math
@@ -26,16 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.machine import machine
+from loadtest.measure.processes import cpu_seconds_of
+from loadtest.measure.run import up, with_machine
 from loadtest.training.learning.recipes import TASKS, base, prepare_environment
 from loadtest.training.rl_step.ours import Step, read_steps
-from server.up import interrupts
-from server.up.config import UpConfig
 from server.up.server import Server
 from trainer.tiny_model import tiny_run
 
@@ -113,12 +109,9 @@ def run(json: Path | None, *, small: bool = False) -> Figures:
         "gains": gains(rows),
         "lengths": described(sizes),
         "sizes": asdict(sizes),
-        "machine": machine(),
     }
     show(figures)
-    if json is not None:
-        json.write_text(jsonlib.dumps(figures, indent=2) + "\n")
-    return figures
+    return with_machine(figures, json)
 
 
 def config(sizes: Sizes, work: Path, url: str, store: str, schedule: str, budget: int | None) -> dict[str, Any]:
@@ -239,25 +232,9 @@ def _teach(sizes: Sizes, work: Path) -> None:
 
 def _rows(sizes: Sizes, work: Path) -> list[Figures]:
     args = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "256", *UNCUT)
-    server = Server(
-        UpConfig(
-            model=str(work / "arithmetic-base"),
-            name=MODEL,
-            port=0,
-            throwaway=True,
-            state_dir=work / "state",
-            kv_cache_gib=0.5,
-            vllm_args=args,
-        )
-    )
-    try:
-        with interrupts.held():
-            server.start()
-        server.wait_ready(timeout_s=240.0)
+    with up(work / "arithmetic-base", MODEL, work / "state", args, kv_cache_gib=0.5) as server:
         cases = itertools.product(SCHEDULES, (None, sizes.budget))
         return [_row(sizes, work, server, *case) for case in cases]
-    finally:
-        server.stop()
 
 
 def _row(sizes: Sizes, work: Path, server: Server, schedule: str, budget: int | None) -> Figures:
@@ -274,14 +251,7 @@ def _row(sizes: Sizes, work: Path, server: Server, schedule: str, budget: int | 
 def _cpu_s(server: Server) -> float:
     """Seconds that the server's processes have computed. Beside work that others do, a better measure than the
     clock."""
-    total = 0.0
-    for child in server.children.values():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(child.process.pid)
-            for process in (parent, *parent.children(recursive=True)):
-                times = process.cpu_times()
-                total += times.user + times.system
-    return total
+    return sum(cpu_seconds_of(child.process.pid) for child in server.children.values() if child.alive)
 
 
 def _written(path: Path, values: dict[str, Any]) -> Path:
@@ -291,7 +261,7 @@ def _written(path: Path, values: dict[str, Any]) -> Path:
 
 def _trained(configuration: Path, said: Path, environment: dict[str, str]) -> None:
     """Run a trainer to its end. Raises RuntimeError with the end of its log."""
-    command = [sys.executable, "-m", "loadtest.training.partial_rollouts", "--train", str(configuration)]
+    command = [sys.executable, "-m", "loadtest.training.partial_rollouts", str(configuration)]
     with said.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
         try:
@@ -321,23 +291,14 @@ def with_lengths(lengths: Lengths) -> None:
     Request.body = body  # type: ignore[method-assign]
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--train", metavar="CONFIG", help="be a trainer whose answers have these lengths")
-    asked = parser.parse_args()
-    if asked.train is not None:
-        from trainer.main import main as train
+def main(config: str) -> int:
+    """Be a trainer; its exit status."""
+    from trainer.main import main as train
 
-        if LENGTHS in os.environ:
-            with_lengths(Lengths(**jsonlib.loads(os.environ[LENGTHS])))
-        return train(["--config", asked.train])
-    interrupts.install()
-    run(asked.json, small=asked.small)
-    return 0
+    if LENGTHS in os.environ:
+        with_lengths(Lengths(**jsonlib.loads(os.environ[LENGTHS])))
+    return train(["--config", config])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

@@ -14,7 +14,6 @@ hotswap bench phases [--level 1|2] [--small]
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -30,9 +29,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.machine import machine
+from loadtest.measure.processes import tree
+from loadtest.measure.run import up, with_machine
 from server.errors import RequestFailed
-from server.up.config import UpConfig
 from server.up.server import Server
 from trainer.memory.ledger import GIB
 from trainer.tiny_model import tiny_run
@@ -68,17 +67,15 @@ class Resident:
         return max(map(sum, zip(self.trainer, self.serving, strict=True)), default=0)
 
 
-def run(path: Path | None, *, level: int, steps: int, small: bool) -> dict[str, Any]:
+def run(json: Path | None, *, level: int, steps: int, small: bool) -> dict[str, Any]:
     """Measure, print a table, write JSON if asked; returns the figures. Raises RequestFailed when a run fails."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:  # not memory, as /tmp may be
         model = _model(Path(directory), small=small)
-        figures: dict[str, Any] = {"machine": machine(), "level": level, "steps": steps, "small": small}
+        figures: dict[str, Any] = {"level": level, "steps": steps, "small": small}
         figures["shared"] = _measure(Path(directory) / "shared", model, steps, level)
         figures["all at once"] = _measure(Path(directory) / "at-once", model, steps, None)
     _show(figures)
-    if path is not None:
-        path.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
-    return figures
+    return with_machine(figures, json)
 
 
 def _model(root: Path, *, small: bool) -> Path:
@@ -91,18 +88,9 @@ def _model(root: Path, *, small: bool) -> Path:
 def _measure(root: Path, model: Path, steps: int, level: int | None) -> dict[str, Any]:
     root.mkdir()
     vllm = ("--max-model-len", "256", "--max-num-seqs", "64", "--dtype", "float32")
-    config = UpConfig(
-        model=str(model),
-        name=MODEL,
-        port=0,
-        throwaway=True,
-        state_dir=root / "state",
-        kv_cache_gib=KV_CACHE_GIB,
-        vllm_args=vllm,
-    )
-    with Server(config) as server:
+    with up(model, MODEL, root / "state", vllm, kv_cache_gib=KV_CACHE_GIB) as server:
         resident = _train(server, _configuration(root, model, server, steps, level))
-    events = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    events = [orjson.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     return _figures([e for e in events if e["event"] == "step"], resident)
 
 
@@ -169,8 +157,7 @@ def _private(pid: int) -> int:
     """Of a process and all it has started; 0 when it is gone."""
     total = 0
     try:
-        parent = psutil.Process(pid)
-        for process in (parent, *parent.children(recursive=True)):
+        for process in tree(pid):
             info = process.memory_info()
             total += info.rss - info.shared
     except psutil.Error:

@@ -1,6 +1,6 @@
 """How fast a slot's bytes come from another process, by transport, and how fast to several hosts, by real peers.
 
-    python -m loadtest.transfer.bench [--json FILE] [--small] [--part reads|links|joiner|feeding]
+    hotswap bench transfer [--json FILE] [--small] [--part reads|links|joiner|feeding]
 
 `links`: to 1 and 8 hosts in network namespaces, each behind a link of its own.
 Also, with real instances (feeding/): a late joiner's first token, and what serving loses while it feeds.
@@ -11,7 +11,6 @@ and its memory: the rates compare transports, and say nothing of a network. Roun
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import subprocess
@@ -21,12 +20,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 
 from loadtest.hosts.certificates import self_signed
-from loadtest.measure.machine import machine, memcpy_gbps
+from loadtest.measure.machine import memcpy_gbps
+from loadtest.measure.run import with_machine
 from loadtest.transfer.feeding.bench import PARTS as INSTANCE_PARTS
 from loadtest.transfer.feeding.bench import show as show_instances
 from loadtest.transfer.feeding.bench import with_instances
@@ -143,13 +142,11 @@ def links(*, small: bool) -> dict[str, Any]:
 
 def run(json: Path | None, *, small: bool = False, parts: Sequence[str] = PARTS) -> dict[str, Any]:
     """Measure those `parts`, print the tables, and write the figures to `json`; returns them."""
-    report = {"machine": machine()} | (reads(small=small) if READS in parts else {})
+    report = reads(small=small) if READS in parts else {}
     report |= {"by_links": links(small=small)} if LINKS in parts else {}
     report |= with_instances(parts, small=small)
     show(report)
-    if json is not None:
-        json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
-    return report
+    return with_machine(report, json)
 
 
 def show(report: dict[str, Any]) -> None:
@@ -187,16 +184,3 @@ def show_links(found: dict[str, Any]) -> None:
             f"{row['cores']:.1f}",
         )  # fmt: skip
     Console().print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
-    parser.add_argument("--small", action="store_true", help="a few bytes: checks the benchmark, says nothing of speed")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be repeated")
-    options = parser.parse_args()
-    run(options.json, small=options.small, parts=options.part or PARTS)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json as jsonlib
 import os
@@ -28,7 +27,8 @@ from rich.table import Table
 
 from loadtest.hosts.certificates import self_signed
 from loadtest.hosts.links import Link, LinkUnavailable, shaped_link, wait_listening
-from loadtest.measure.machine import machine, memcpy_gbps
+from loadtest.measure.machine import memcpy_gbps
+from loadtest.measure.run import with_machine
 from loadtest.models.checkpoints import BENCH_SHAPE, TINY_SHAPE
 from loadtest.transfer.delta_trainer import random_weights, step
 from weightsync.format.manifest import Schema, TensorSpec, digest_of
@@ -44,7 +44,7 @@ KEY = "a-key-for-the-delta-benchmark"
 
 def run(json: Path | None, *, repeats: int = 3, small: bool = False, share: float | None = None) -> dict[str, Any]:
     """Measure everything, print the tables, write the figures to `json`. With `share` nothing is trained."""
-    figures: dict[str, Any] = {"machine": machine(), "memcpy_gbps": memcpy_gbps(), "load_average": os.getloadavg()}
+    figures: dict[str, Any] = {"memcpy_gbps": memcpy_gbps(), "load_average": os.getloadavg()}
     out = Console()
     if share is None:
         from loadtest.transfer import delta_training
@@ -60,10 +60,7 @@ def run(json: Path | None, *, repeats: int = 3, small: bool = False, share: floa
     _print_codec(out, figures["codec"])
     figures["links"] = {f"{gbit:g} Gbit/s": through(gbit, share, repeats, small=small) for gbit in LINKS}
     _print_links(out, figures["links"])
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(figures, indent=1))
-    return figures
+    return with_machine(figures, json)
 
 
 class Slots:
@@ -197,13 +194,3 @@ def _print_links(out: Console, links: dict[str, Any]) -> None:
             cells = [f"{w['sent_bytes'] / 1e6:.1f}", f"{w['publish_s']:.2f}", f"{f['uncompressed_transfer_s']:.2f}"]
             table.add_row(f"{name} ({f['measured_gbit']:.2f} measured)", way, *cells)
     out.print(table)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m loadtest.transfer.delta", description="What differences save.")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="a tiny model: checks the benchmark only")
-    parser.add_argument("--share", type=float, help="share of elements that change; default: trained and measured")
-    options = parser.parse_args()
-    run(options.json, repeats=options.repeats, small=options.small, share=options.share)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -10,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,12 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.measure.gaps import Gaps, Window, summary
-from loadtest.measure.machine import machine
-from loadtest.models.checkpoints import make_constant_checkpoint
+from loadtest.measure.run import saying, with_machine
 from loadtest.upgrade.clients import MODEL
 from server.errors import CliError
 from server.ports import free_port
-from server.up import interrupts
 from server.up.processes import Child, share_of_cores
 from weightsync import Publisher, ensure_arena, open_store
 from weightsync.control.records import SwapMode
@@ -306,7 +303,7 @@ class Upgrade:
 def run(json: Path | None, *, clients: dict[str, int] | None = None) -> dict[str, Any]:
     """Upgrade under load, print the outcome, write it to `json`; returns it. `failures` counts what went wrong."""
     work, clients = Path("runs") / "upgrade", clients or CLIENTS
-    models = [_checkpoint(work / f"say-{number}", FIRST + number) for number in range(CHECKPOINTS)]
+    models = saying(work, range(FIRST, FIRST + CHECKPOINTS))
     with contextlib.ExitStack() as stack:
         site = stack.enter_context(Site(work, models[0], INSTANCES).open())
         instances = [site.instance(number, f"instance-{number}") for number in range(INSTANCES)]
@@ -322,39 +319,39 @@ def run(json: Path | None, *, clients: dict[str, int] | None = None) -> dict[str
         upgrade = Upgrade(site, load, swaps)
         seconds = upgrade.run(gateways, instances)
         seen = load.stop()
-    report = summed_up(seen, upgrade, seconds) | {"clients": clients, "machine": machine()}
+    report = with_machine(summed_up(seen, upgrade, seconds) | {"clients": clients}, json)
     show(report)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
     return report
-
-
-def _checkpoint(path: Path, token: int) -> Path:
-    return path if (path / "config.json").exists() else make_constant_checkpoint(path, token=token)
 
 
 def summed_up(seen: dict[str, Any], upgrade: Upgrade, seconds: float) -> dict[str, Any]:
     """The report, of what the clients saw and when what was done."""
-    gaps, tally = Gaps.of(seen["arrivals"]), seen["tally"]
+    gaps = Gaps.of(seen["arrivals"])
     windows = {"nothing": upgrade.quiet, "swaps": [swap.window for swap in upgrade.swaps.done]}
     for tier in ("gateway", "instance"):
         windows[f"{tier}s replaced"] = [step.window for step in upgrade.steps if step.what.startswith(tier)]
     begun = upgrade.quiet[0][0]
-    return {
+    return of_clients(seen, begun) | {
         "seconds": round(seconds, 1),
         "leave_s": LEAVE_S,
+        "connections": seen["connections"],
+        "versions": seen["versions"],
+        "gap_ms": {name: rounded(gaps.within(found)) for name, found in windows.items()},
+        "steps": [timed(step, begun) for step in upgrade.steps],
+        "swaps": [timed(swap, begun) for swap in upgrade.swaps.done],
+    }
+
+
+def of_clients(seen: Mapping[str, Any], begun: float) -> dict[str, Any]:
+    """What a report says of requests, whatever was upgraded."""
+    tally = seen["tally"]
+    return {
         "requests": sum(seen["requests"].values()),
         "by_kind": seen["requests"],
-        "connections": seen["connections"],
         "continued_elsewhere": seen["resumed"],
-        "versions": seen["versions"],
         "checked": {name: tally[name] for name in ("answers", "tokens", "crossed", "wrong", "mislabelled")},
         "failed": tally["failed"],
         "failures": [{"at_s": round(at - begun, 2), "kind": kind, "what": what} for at, kind, what in seen["failures"]],
-        "gap_ms": {name: rounded(gaps.within(found)) for name, found in windows.items()},
-        "steps": [_timed(step, begun) for step in upgrade.steps],
-        "swaps": [_timed(swap, begun) for swap in upgrade.swaps.done],
     }
 
 
@@ -363,12 +360,12 @@ def rounded(lengths: np.ndarray) -> dict[str, float]:
     return {name: round(float(value), 1) for name, value in summary(lengths).items()}
 
 
-def _timed(what: Any, begun: float) -> dict[str, Any]:
+def timed(what: Any, begun: float) -> dict[str, Any]:
     """As JSON, with `window` as seconds since the beginning."""
     return asdict(what) | {"window": [round(at - begun, 2) for at in what.window]}
 
 
-def failures(report: dict[str, Any]) -> int:
+def failures(report: Mapping[str, Any]) -> int:
     """Requests that failed, tokens of other weights than their label says, and labels that do not fit."""
     return int(report["failed"] + report["checked"]["wrong"] + report["checked"]["mislabelled"])
 
@@ -398,16 +395,10 @@ def show(report: dict[str, Any]) -> None:
         start, end = swap["window"]
         table.add_row(swap["kind"], swap["during"], f"{end - start:.1f}", swap["outcome"] or "committed")
     console.print(table)
+    show_failures(report, console)
+
+
+def show_failures(report: Mapping[str, Any], console: Console) -> None:
+    """The first twenty."""
     for failure in report["failures"][:20]:
-        console.print(f"{failure['at_s']:.1f} s, {failure['kind']}: {failure['what']}")
-
-
-def main() -> None:
-    interrupts.install()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the report to this file as well")
-    sys.exit(1 if failures(run(parser.parse_args().json)) else 0)
-
-
-if __name__ == "__main__":
-    main()
+        console.print(f"{failure['at_s']:.1f} s, {failure['kind']}: {failure['what']}", highlight=False)

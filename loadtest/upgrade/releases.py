@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +27,11 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.hosts.etcd import MISSING, binary
+from loadtest.hosts.etcd import MISSING, alone, binary
 from loadtest.measure.gaps import Window
-from loadtest.measure.machine import machine
 from loadtest.measure.pairs import HERE as ROOT
 from loadtest.measure.pairs import Checkout
-from loadtest.models.checkpoints import make_constant_checkpoint
+from loadtest.measure.run import saying, with_machine
 from loadtest.upgrade.bench import (
     CHECKPOINTS,
     CLIENTS,
@@ -44,7 +43,11 @@ from loadtest.upgrade.bench import (
     Step,
     gateway_ready,
     instance_ready,
+    of_clients,
+    show_failures,
+    timed,
 )
+from loadtest.upgrade.bench import failures as failed_requests
 from loadtest.upgrade.clients import MODEL
 from server.errors import CliError
 from server.ports import free_port
@@ -132,14 +135,7 @@ class Site:
     def __init__(self, work: Path, checkpoints: Mapping[str, list[Path]]) -> None:
         self.state, self.checkpoints = work / "state", checkpoints
         self._memory = Path(f"/dev/shm/hotswap-upgrade-{os.getpid()}")  # noqa: S108 - arenas, and the data of etcd
-        port = free_port("127.0.0.1")
-        self.store = f"etcd://127.0.0.1:{port}/upgrade"
-        self._etcd = [
-            "--listen-client-urls",
-            f"http://127.0.0.1:{port}",
-            "--advertise-client-urls",
-            f"http://127.0.0.1:{port}",
-        ]
+        self.store = ""  # once it is open
         self._started: list[Pod] = []
 
     @contextlib.contextmanager
@@ -151,25 +147,15 @@ class Site:
         self.state.mkdir(parents=True)
         self._memory.mkdir(mode=0o700)
         self._make_keys()
-        peers = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        command = [etcd, *self._etcd, "--data-dir", str(self._memory / "etcd"), "--listen-peer-urls", peers]
-        command += [
-            "--initial-advertise-peer-urls",
-            peers,
-            "--initial-cluster",
-            f"default={peers}",
-            "--unsafe-no-fsync",
-        ]
-        with (self.state / "etcd.log").open("ab") as log:
-            process = subprocess.Popen([*command, "--log-level", "error"], stdout=log, stderr=log)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._memory, ignore_errors=True)
+            self.store, _ = stack.enter_context(alone(etcd, self._memory, "--unsafe-no-fsync"))
+            stack.callback(self._end)
             yield self
-        finally:
-            for pod in reversed(self._started):
-                pod.kill()
-            process.kill()
-            process.wait()
-            shutil.rmtree(self._memory, ignore_errors=True)
+
+    def _end(self) -> None:
+        for pod in reversed(self._started):
+            pod.kill()
 
     def peer(self, release: Checkout, host: int, name: str) -> Pod:
         port = free_port("127.0.0.1")
@@ -421,10 +407,7 @@ def run(
     work, clients, console = Path("runs/upgrade").resolve(), clients or CLIENTS, Console()
     work.mkdir(parents=True, exist_ok=True)
     old, new = checked_out(since, work), Checkout("new", ROOT)
-    say = [work / f"say-{number}" for number in range(2 * CHECKPOINTS)]
-    made = [
-        p if (p / "config.json").exists() else make_constant_checkpoint(p, token=FIRST + n) for n, p in enumerate(say)
-    ]
+    made = saying(work, range(FIRST, FIRST + 2 * CHECKPOINTS))
     with contextlib.ExitStack() as stack:
         site = stack.enter_context(Site(work, {MODEL: made[:CHECKPOINTS], SECOND: made[CHECKPOINTS:]}).open())
         load = Load(clients)
@@ -446,39 +429,25 @@ def run(
         seen = load.stop()
         refused = site.refused_records()
     report = _summed_up(seen, crossing, began) | {"seconds": round(seconds, 1), "order": order, "since": old.name}
-    report |= {"records refused": refused, "clients": clients, "machine": machine()}
+    report = with_machine(report | {"records refused": refused, "clients": clients}, json)
     show(report, console)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
     return report
 
 
 def _summed_up(seen: Mapping[str, Any], crossing: Crossing, began: float) -> dict[str, Any]:
     """The report, of what the clients saw and what was done; times are seconds since `began`."""
-
-    def timed(what: Done | Step) -> dict[str, Any]:
-        return asdict(what) | {"window": [round(at - began, 2) for at in what.window]}
-
-    tally = seen["tally"]
-    return {
-        "requests": sum(seen["requests"].values()),
-        "by_kind": seen["requests"],
-        "continued_elsewhere": seen["resumed"],
+    return of_clients(seen, began) | {
         "versions": len(seen["versions"]),
-        "checked": {name: tally[name] for name in ("answers", "tokens", "crossed", "wrong", "mislabelled")},
-        "failed": tally["failed"],
-        "failures": [{"at_s": round(at - began, 2), "kind": kind, "what": what} for at, kind, what in seen["failures"]],
-        "examples": tally["examples"],
-        "steps": [timed(step) for step in crossing.steps],
-        "done": [timed(done) for done in crossing.done],
+        "examples": seen["tally"]["examples"],
+        "steps": [timed(step, began) for step in crossing.steps],
+        "done": [timed(done, began) for done in crossing.done],
     }
 
 
 def failures(report: Mapping[str, Any]) -> int:
     """Requests that failed, tokens and labels that are wrong, and what did not come about although it must."""
     missing = sum(bool(done["must"] and done["outcome"]) for done in report["done"])
-    return int(report["failed"] + report["checked"]["wrong"] + report["checked"]["mislabelled"] + missing)
+    return failed_requests(report) + missing
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
@@ -498,5 +467,4 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         start, end = done["window"]
         table.add_row(done["state"], done["what"], f"{end - start:.1f}", done["outcome"][:120] or "done")
     console.print(table)
-    for failure in report["failures"][:20]:
-        console.print(f"{failure['at_s']:.1f} s, {failure['kind']}: {failure['what']}", highlight=False)
+    show_failures(report, console)

@@ -18,9 +18,9 @@ from server.errors import CliError
 @contextlib.contextmanager
 def publishing(
     store: str, model: str, checkpoints: list[Path], environment: Mapping[str, str] | None = None
-) -> Iterator[Callable[..., dict[str, Any]]]:
-    """A process that holds the weights, as a trainer does; call it with the number of those to publish. With `now` they
-    are swapped in, which nobody waits for. `environment` is set beside that of this process."""
+) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """A process that holds the weights, as a trainer does; call it with the number of those to publish. `environment`
+    is set beside that of this process."""
     command = [sys.executable, "-m", "loadtest.workload.publisher", store, model, *map(str, checkpoints)]
     env = {**os.environ, **(environment or {})}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
@@ -28,8 +28,8 @@ def publishing(
         assert process.stdout is not None
         requests, answers = process.stdin, process.stdout
 
-        def publish(number: int, *, now: bool = False) -> dict[str, Any]:
-            requests.write(f"{number} now\n" if now else f"{number}\n")
+        def publish(number: int) -> dict[str, Any]:
+            requests.write(f"{number}\n")
             requests.flush()
             return dict(jsonlib.loads(answers.readline()))
 

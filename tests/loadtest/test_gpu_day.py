@@ -181,7 +181,7 @@ def test_checkpoints_of_a_large_model_share_their_matrices(tmp_path: Path) -> No
     assert (first / matrices).samefile(second / matrices)
     assert (first / vectors).read_bytes() != (second / vectors).read_bytes()
     files = dict[tuple[int, int], publisher.Tensors]()
-    (_, one, _), (_, two, _) = (publisher._in_memory(path, files) for path in (first, second))
+    one, two = (publisher._in_memory(path, files) for path in (first, second))
     assert len(files) == 3, "a trainer holds what they share once"
     assert one.keys() == two.keys()
     own = {name: tensor for name, tensor in one.items() if tensor is not two[name]}
@@ -380,7 +380,7 @@ def test_a_phase_has_no_more_than_the_call_has_left(tmp_path: Path, told: list[O
 
 def test_the_schedule_fits_into_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [step for call in CALLS.values() for group in call.groups for chain in group for step in chain]
-    assert {step.phase for step in steps} == gpu_day.PHASES.keys() - {"copy", "serve-8b"}
+    assert {step.phase for step in steps} == gpu_day.PHASES.keys() - {"serve-8b"}
     assert all(step.expected_s <= step.limit_s for step in steps)
     for call in CALLS.values():
         assert call.expected_s + calls.LEAVES_S + calls.WRITES_S <= call.seconds

@@ -1,6 +1,5 @@
-"""The benchmarks of RL steps, of partial rollouts, of adapters and of learning: what both sides are given, and what is
-counted. And a short run of the learning task with a tool, against a real server: a policy learns to use it from rewards
-alone.
+"""The benchmarks of RL steps, of partial rollouts and of learning: what both sides are given, and what is counted. And
+a short run of the learning task with a tool, against a real server: a policy learns to use it from rewards alone.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from loadtest.models.checkpoints import make_checkpoint
-from loadtest.training import lora
 from loadtest.training import partial_rollouts as partial
 from loadtest.training.learning import tools as learning_tools
 from loadtest.training.learning.bench import LEAST_GAIN, Bench, _kept, _server, figures
@@ -33,7 +28,7 @@ from loadtest.training.rl_step.memory import PeakMemory
 from loadtest.training.rl_step.ours import Step
 from server.up.server import Server
 from tests.waiting import wait_until
-from trainer.config import LINEAR_LAYERS, PolicyConfig, TrainerConfig, strict
+from trainer.config import PolicyConfig, TrainerConfig, strict
 from trainer.data import build_dataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.report import RunEvents, read_events
@@ -199,29 +194,6 @@ def test_a_gain_is_in_samples_per_second() -> None:
 def test_the_reward_looks_at_the_beginning() -> None:
     assert asyncio.run(partial.begins_right("1+2=", "03 and more", "03")) == 1.0
     assert asyncio.run(partial.begins_right("1+2=", "30", "03")) == 0.0
-
-
-# adapters
-
-
-def test_the_adapter_is_one_that_peft_loads(tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    base = make_checkpoint(tmp_path / "base")
-    path = lora.write_adapter(tmp_path / "adapter", base, rank=4)
-    tensors = load_file(path / "adapter_model.safetensors")
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(path))
-    loaded = [name for name, _ in adapted.named_parameters() if "lora_" in name]
-    assert len(loaded) == len(tensors) == 2 * 2 * len(LINEAR_LAYERS)
-    assert json.loads((path / "adapter_config.json").read_text())["r"] == 4
-
-
-def test_figures_of_adapters_are_medians_and_ratios() -> None:
-    row = {"bytes": 100, "publish_ms": 1.0, "stage_ms": 2.0, "first_token_ms": 10.0}
-    adapter = lora.summary([row, row | {"first_token_ms": 30.0}, row | {"first_token_ms": 20.0}])
-    assert (adapter["first_token_ms"], adapter["first_token_ms_range"]) == (20.0, [10.0, 30.0])
-    model = lora.summary([row | {"bytes": 4000, "first_token_ms": 50.0}])
-    assert lora.ratios(model, adapter) == {"bytes": 40, "publish_ms": 1, "stage_ms": 1, "first_token_ms": 2.5}
 
 
 # learning

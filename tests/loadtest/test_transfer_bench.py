@@ -22,7 +22,7 @@ from loadtest import cli as bench
 from loadtest.hosts import etcd
 from loadtest.hosts.links import LinkUnavailable, shaped_link
 from loadtest.hosts.namespaces import obstacle
-from loadtest.measure.cpu import pin
+from loadtest.measure.processes import pin
 from loadtest.models.checkpoints import TINY_SHAPE
 from loadtest.transfer import bench as transfer
 from loadtest.transfer.delta import codec, through

@@ -1,6 +1,6 @@
 """Whether the algorithms learn: held-out accuracy by step, on three tasks, from a fixed seed, against a real server.
 
-python -m loadtest.training.learning.bench --json docs/benchmarks/learning.json --docs docs/learning.md
+hotswap bench learning --json docs/benchmarks/learning.json --docs docs/learning.md
 
 One server (gateway, vLLM, swaps) serves all runs of a task, one after the other; every run publishes into it and is
 evaluated by greedy answers to problems it never trained on. What a run learned is what its curve says: a run whose last
@@ -9,7 +9,6 @@ accuracy is not `LEAST_GAIN` above its first is reported as one that did not lea
 
 from __future__ import annotations
 
-import argparse
 import json as jsonlib
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ import yaml
 from rich.console import Console
 
 from loadtest.measure.machine import machine
+from loadtest.measure.run import up, write
 from loadtest.training.learning import tools as learning_tools
 from loadtest.training.learning.pages import chart, table, update_page
 from loadtest.training.learning.recipes import (
@@ -39,8 +39,7 @@ from loadtest.training.learning.recipes import (
     prepare_environment,
     recipe,
 )
-from server.up import interrupts
-from server.up.config import UpConfig
+from server.errors import CliError
 from server.up.server import Server
 from trainer.report import RunEvents, read_events
 from trainer.tiny_model import tiny_run, write_tiny_model
@@ -58,7 +57,7 @@ SHOWN = (
 )  # of a run's configuration
 
 
-class LearningFailed(Exception):
+class LearningFailed(CliError):
     """The benchmark cannot go on; says which part and shows the end of its log."""
 
 
@@ -133,12 +132,11 @@ def run(
     tasks: Sequence[str] = (),
     ways: Sequence[str] = (),
     docs: Path | None = None,
-    work: Path = Path("runs/learning"),
 ) -> dict[str, Any]:
     """Train, print, and write the figures to `json` and the table and chart into `docs`; returns the figures. `tasks`
     and `ways` choose by name; all by default; the figures of other tasks stay. Raises LearningFailed."""
     prepare_environment()
-    console, work = Console(), work.resolve()
+    console, work = Console(), Path("runs/learning").resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     learning_tools.write_records(work, seed)
@@ -161,17 +159,8 @@ def _kept(json: Path | None, seed: int) -> dict[str, Any]:
 
 
 def _server(task: Task, work: Path) -> Server:
-    return Server(
-        UpConfig(
-            model=str(work / f"{task.name}-random"),
-            name=MODEL,
-            port=0,
-            throwaway=True,
-            state_dir=work / f"{task.name}-state",
-            kv_cache_gib=KV_CACHE_GIB,
-            vllm_args=ENGINE_ARGS,
-        )
-    )
+    model, state = work / f"{task.name}-random", work / f"{task.name}-state"
+    return up(model, MODEL, state, ENGINE_ARGS, kv_cache_gib=KV_CACHE_GIB)
 
 
 def _shown(config: Config, task: Task) -> Config:
@@ -179,9 +168,7 @@ def _shown(config: Config, task: Task) -> Config:
 
 
 def _save(found: dict[str, Any], json: Path | None, docs: Path | None) -> None:
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(found, indent=1) + "\n")
+    write(found, json)
     if docs is not None:
         update_page(docs, found)
         chart(found, docs.with_suffix(".svg"))
@@ -192,31 +179,3 @@ def _task(bench: Bench, task: Task, ways: Sequence[str]) -> dict[str, Any]:
     wanted = [way for way in WAYS if way.name in task.ways and (not ways or way.name in ways)]
     runs = {way.name: bench.run(task, way) for way in wanted}
     return {"title": task.title, "held_out": task.held_out, "runs": runs}
-
-
-def main() -> int:
-    """The command. Exit status 0 when every run learned, 1 when one did not or failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.training.learning.bench", description="Whether the algorithms learn."
-    )
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--docs", type=Path, help="put the table into this page, and the chart beside it")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--task", action="append", choices=[t.name for t in TASKS], help="only this one; repeatable")
-    parser.add_argument("--way", action="append", choices=[w.name for w in WAYS], help="only this one; repeatable")
-    parser.add_argument("--dir", type=Path, default=Path("runs/learning"), help="models, logs and metrics")
-    args = parser.parse_args()
-    interrupts.install()
-    try:
-        found = run(
-            args.json, seed=args.seed, tasks=args.task or (), ways=args.way or (), docs=args.docs, work=args.dir
-        )
-    except LearningFailed as error:
-        print(error, file=sys.stderr)
-        return 1
-    runs = [r for task in found["tasks"].values() for r in task["runs"].values()]
-    return 0 if all(r.get("learned") for r in runs) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

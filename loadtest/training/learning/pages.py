@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from loadtest.measure.chart import BLUE, GREEN, GREY, RED, VIOLET, panels
+
 BEGIN, END = "<!-- figures: made by loadtest/training/learning/bench.py -->", "<!-- end of figures -->"
-COLORS = {"sft": "#8a8f98", "dpo": "#3a9d5d", "grpo": "#2f6fdd", "ppo": "#d1603d", "grpo-async": "#7b4fc4"}
+COLORS = {"sft": GREY, "dpo": GREEN, "grpo": BLUE, "ppo": RED, "grpo-async": VIOLET}
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -39,27 +41,18 @@ def update_page(page: Path, figures: dict[str, Any]) -> None:
 
 def chart(figures: dict[str, Any], target: Path) -> None:
     """Held-out accuracy by step, a panel a task."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams |= {"svg.hashsalt": "hotswap", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    from matplotlib import pyplot
-
     tasks = figures["tasks"]
-    figure, panels = pyplot.subplots(
-        1, len(tasks), figsize=(5.5 * len(tasks), 3.4), layout="constrained", squeeze=False
-    )
-    for axes, (name, task) in zip(panels[0], tasks.items(), strict=True):
-        for way, run in task["runs"].items():
-            if "curve" in run:
-                steps, accuracy = zip(*run["curve"], strict=True)
-                axes.plot(steps, accuracy, marker="o", markersize=3, label=way, color=COLORS.get(way))
-        axes.set_title(f"{name}: {task['held_out']} held-out problems", fontsize=9)
-        axes.set_xlabel("step")
-        axes.set_ylabel("right, greedy")
-        axes.set_ylim(-0.03, 1.03)
-        axes.legend(frameon=False, fontsize=8)
-    figure.savefig(target, metadata={"Date": None})
+    with panels(target, *[5.5] * len(tasks)) as drawn:
+        for axes, (name, task) in zip(drawn, tasks.items(), strict=True):
+            for way, run in task["runs"].items():
+                if "curve" in run:
+                    steps, accuracy = zip(*run["curve"], strict=True)
+                    axes.plot(steps, accuracy, marker="o", markersize=3, label=way, color=COLORS.get(way))
+            axes.set_title(f"{name}: {task['held_out']} held-out problems", fontsize=9)
+            axes.set_xlabel("step")
+            axes.set_ylabel("right, greedy")
+            axes.set_ylim(-0.03, 1.03)
+            axes.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ its faster figure counts.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json as jsonlib
@@ -22,36 +21,28 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.demo.recipe import prepare_environment
-from loadtest.measure.machine import machine
+from loadtest.measure.run import with_machine
 from loadtest.training.rl_step import ours
 from loadtest.training.rl_step.memory import PeakMemory
 from loadtest.training.rl_step.ours import Step
 from loadtest.training.rl_step.task import RANK, REWARDS, SMALL, Task
-from server.up import interrupts
 from server.up.server import Server
 
 Figures = dict[str, Any]
 
 
-def run(
-    json: Path | None, *, small: bool = False, trl: bool = True, lora: bool = False, steps: int | None = None
-) -> Figures:
+def run(json: Path | None, *, steps: int, small: bool = False, lora: bool = False) -> Figures:
     """Measure, print the table, and write the figures to `json`; returns them. With `lora` everybody trains an adapter
     of the linear layers. `steps` counts those that are measured."""
     prepare_environment()
     task, work = SMALL if small else Task(), Path("runs") / ("rl-step-small" if small else "rl-step")
-    measured = steps or task.steps - task.warm_up
-    task = dataclasses.replace(task, rank=RANK if lora else 0, steps=task.warm_up + measured)
+    task = dataclasses.replace(task, rank=RANK if lora else 0, steps=task.warm_up + steps)
     work.mkdir(parents=True, exist_ok=True)
     task.write_model(work / "model")
-    rows = _ours(task, work.resolve())
-    if trl:
-        rows += _trl(task, work.resolve())
-    figures = {"rows": rows, "gains": gains(rows), "task": task.describe(), "machine": machine()}
+    rows = [*_ours(task, work.resolve()), *_trl(task, work.resolve())]
+    figures = {"rows": rows, "gains": gains(rows), "task": task.describe()}
     show(figures)
-    if json is not None:
-        json.write_text(jsonlib.dumps(figures, indent=2) + "\n")
-    return figures
+    return with_machine(figures, json)
 
 
 def summary(contender: str, reward: str, steps: list[Step], peak: int) -> Figures:
@@ -74,11 +65,10 @@ def gains(rows: list[Figures]) -> Figures:
     found: Figures = {}
     for reward in REWARDS:
         by = {row["contender"]: row["s_per_step"] for row in rows if row["reward"] == reward}
-        trl = min((seconds for name, seconds in by.items() if name.startswith("TRL")), default=None)
+        trl = min(seconds for name, seconds in by.items() if name.startswith("TRL"))
         asynchronous, colocated = by["async"], by["colocated"]
         found[reward] = {"async_over_colocated": round(colocated / asynchronous, 2)}
-        if trl is not None:
-            found[reward] |= {f"{name}_over_trl": round(trl / by[name], 2) for name in ours.SCHEDULES}
+        found[reward] |= {f"{name}_over_trl": round(trl / by[name], 2) for name in ours.SCHEDULES}
     for name in ours.SCHEDULES:
         instant, slow = (
             next(r["s_per_step"] for r in rows if (r["contender"], r["reward"]) == (name, kind)) for kind in REWARDS
@@ -88,14 +78,8 @@ def gains(rows: list[Figures]) -> Figures:
 
 
 def _ours(task: Task, work: Path) -> list[Figures]:
-    server = ours.server(task, work / "model", work / "state")
-    try:
-        with interrupts.held():
-            server.start()
-        server.wait_ready(timeout_s=240.0)
+    with ours.server(task, work / "model", work / "state") as server:
         return [_schedule(task, work, server, *case) for case in itertools.product(ours.SCHEDULES, REWARDS)]
-    finally:
-        server.stop()
 
 
 def _schedule(task: Task, work: Path, server: Server, schedule: str, reward: str) -> Figures:
@@ -146,16 +130,3 @@ def show(figures: Figures) -> None:
     console = Console(width=140)
     console.print(table)
     console.print(figures["gains"])
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--no-trl", action="store_true")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--steps", type=int)
-    asked = parser.parse_args()
-    interrupts.install()
-    run(asked.json, small=asked.small, trl=not asked.no_trl, lora=asked.lora, steps=asked.steps)

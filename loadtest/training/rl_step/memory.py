@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import psutil
 
+from loadtest.measure.processes import tree
+
 INTERVAL_S = 0.5
 
 
@@ -37,8 +39,7 @@ def tree_bytes(pid: int) -> int:
     """PSS of a process and its descendants; 0 for one that is gone."""
     total = 0
     with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
+        for process in tree(pid):
             with contextlib.suppress(psutil.Error):
                 total += process.memory_full_info().pss
     return total

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 import yaml
 
+from loadtest.measure.run import up
 from loadtest.training.rl_step.task import DATA, Task
-from server.up.config import UpConfig
 from server.up.server import Server
 from trainer.tiny_model import tiny_run
 
@@ -36,17 +36,7 @@ class Step:
 
 def server(task: Task, model: Path, state: Path) -> Server:
     """A gateway and an engine that serve the model in the trainer's precision."""
-    return Server(
-        UpConfig(
-            model=str(model),
-            name=MODEL,
-            port=0,
-            throwaway=True,
-            state_dir=state,
-            kv_cache_gib=0.5,
-            vllm_args=engine_args(task),
-        )
-    )
+    return up(model, MODEL, state, engine_args(task), kv_cache_gib=0.5)
 
 
 def engine_args(task: Task) -> tuple[str, ...]:

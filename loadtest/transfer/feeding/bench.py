@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.measure.cpu import cpu_seconds_of, pin
+from loadtest.measure.processes import cpu_seconds_of, pin
 from loadtest.models.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
 from loadtest.transfer.feeding.site import (
     JOINING_KV,
