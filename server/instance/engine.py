@@ -18,9 +18,11 @@ from server.instance.grammars.trials import DEFAULT, Limits, Trials
 from server.instance.hosts import (
     Places,
     Ranks,
+    Reads,
     Tethers,
     check_hosts,
     check_ranks,
+    joined_reads,
     placed,
     rank_name,
     share_experts,
@@ -31,7 +33,6 @@ from server.instance.middleware import answer_faults
 from server.instance.provenance import beamed, pooled, traced
 from server.instance.requests import bound_renderer, bound_scoring, bounded_scores, known_ids
 from server.instance.routed_experts import Recording
-from server.instance.slices import Reads, joined_reads
 from weightsync.control.parts import LORA, LORA_URL, combined
 from weightsync.control.records import DeviceRecord, VersionRecord
 from weightsync.errors import EngineError

@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 from prometheus_client import Counter, Gauge
 
-from server.instance.hosts import located
+from server.instance.hosts import Saying, located
 from server.instance.middleware import Admission
 from server.orders import SleepOrder, ordered, stay_asleep
 from weightsync.control.agent import Participant
@@ -34,7 +34,6 @@ from .config import InstanceConfig
 from .engine import Engine
 from .forms import check_own, tell_own
 from .rest import sleeper
-from .slices import Saying
 
 log = logging.getLogger("hotswap.instance")
 

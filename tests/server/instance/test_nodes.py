@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from server.errors import ConfigError
-from server.instance.hosts import Tethers, check_hosts, check_nodes, located, placed
-from server.instance.slices import Reads, Saying, joined_reads
+from server.instance.hosts import Reads, Saying, Tethers, check_hosts, check_nodes, joined_reads, located, placed
 from tests.cluster_tls import Authority
 from tests.server.instance.engines import Core, engine_of
 from tests.waiting import eventually

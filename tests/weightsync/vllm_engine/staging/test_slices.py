@@ -13,7 +13,7 @@ import torch
 from loadtest.models.equality import publish
 from loadtest.models.kinds import make_kind
 from loadtest.models.vllm_worker import Worker, worker
-from server.instance.slices import Reads, joined_reads
+from server.instance.hosts import Reads, joined_reads
 from tests.weightsync.codes import refused
 from tests.weightsync.vllm_engine.model.test_placement import assert_built, checkpoint_of, loaded, tensors_of
 from weightsync import Publisher
