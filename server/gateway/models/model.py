@@ -23,9 +23,8 @@ from server.gateway.observe.history import Throughput, TrainingLog
 from server.gateway.observe.stats import ProcessStats, Stats
 from server.gateway.queue.gate import Gate
 from server.gateway.release.answers import AnswerReader
-from server.gateway.release.control import FleetControl
 from server.gateway.release.evidence import Observer
-from server.gateway.release.runner import Releases
+from server.gateway.release.runner import FleetControl, Releases
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import InstanceRecord, VersionRecord
 from weightsync.store import Store
