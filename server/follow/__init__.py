@@ -3,8 +3,6 @@
 sources.py   what a place holds, and how a checkpoint is fetched from it and verified
 registry.py  a registered model of MLflow, whose alias is followed
 versions.py  versions in a bucket, as deltas
-opening.py   the source that an option names
 state.py     what was tried, and what is under way: a file that outlives the process
-metrics.py   what Prometheus asks for
-loop.py      the next thing to do, with the admin port alone
+loop.py      the next thing to do, with the admin port alone, and its metrics
 """

@@ -2,7 +2,7 @@
 
 Each step looks at what there is, the state's file and the gateway's answers alone, and does the next thing. So a step
 after a kill does what the one before would have: a publication that was asked for twice is one version (`upload_id`),
-and a release that has begun is recognised by its record.
+and a release that has begun is recognised by its record. `FollowMetrics` is what Prometheus asks for.
 
     none       --a newer candidate is whole and settled--> fetching
     fetching   --fetched, verified, nothing else is under way--> published    --bad--> refused
@@ -18,11 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
 from server.errors import CliError, RequestFailed
 from server.follow.config import FollowConfig
-from server.follow.metrics import FollowMetrics
 from server.follow.sources import BAD, Admin, Candidate, FollowError, Source, Wish, bad_checkpoint, natural
 from server.follow.state import Current, FollowState, Outcome, StateFile
+from weightsync.bucket.metrics import SECONDS
 
 log = logging.getLogger("hotswap.follow")
 
@@ -332,3 +334,55 @@ class Follower:
 def _nbytes(directory: Path) -> int:
     """Of all files below it."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+class FollowMetrics:
+    """The candidates that were tried, the time that this took, and how far the fleet is behind its source."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` in seconds."""
+        self.registry = registry = CollectorRegistry()
+        self._clock, self._behind = clock, dict[str, float]()
+        self.tried = Counter(
+            "hotswap_follow_candidates",
+            "Candidates by what became of them: released, refused, superseded",
+            ["outcome"],
+            registry=registry,
+        )
+        self.fetched = Counter("hotswap_follow_fetched_bytes", "Bytes of candidates fetched", registry=registry)
+        self.seconds = Histogram(
+            "hotswap_follow_seconds",
+            "Seconds until a candidate was fetched and verified (fetch), was a version of the fleet (publish)",
+            ["phase"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.failures = Counter(
+            "hotswap_follow_failures", "Steps that failed and are tried again", ["code"], registry=registry
+        )
+        self.version = Gauge(
+            "hotswap_follow_released_version", "The fleet's number of what was released last", registry=registry
+        )
+        self._lag = Gauge(
+            "hotswap_follow_lag_candidates", "Candidates seen that are neither released nor over", registry=registry
+        )
+        self._lag_s = Gauge(
+            "hotswap_follow_lag_seconds", "Since when the oldest of these was seen; 0 without", registry=registry
+        )
+        self._lag.set_function(lambda: float(len(self._behind)))
+        self._lag_s.set_function(self._lag_seconds)
+
+    def seen(self, identity: str) -> None:
+        """A candidate that is to be taken."""
+        self._behind.setdefault(identity, self._clock())
+
+    def over(self, identity: str, outcome: str, version: int | None) -> None:
+        """A candidate is over; so are those seen before one that is released, as the newest goes first."""
+        self.tried.labels(outcome).inc()
+        since = self._behind.pop(identity, 0.0)
+        if outcome == "released":
+            self._behind = {other: seen for other, seen in self._behind.items() if seen > since}
+            self.version.set(version or 0)
+
+    def _lag_seconds(self) -> float:
+        return self._clock() - min(self._behind.values()) if self._behind else 0.0

@@ -13,8 +13,8 @@ from urllib.request import urlopen
 import pytest
 from safetensors.numpy import load_file
 
+from server.cli.follow import open_source
 from server.follow.config import FollowConfig
-from server.follow.opening import open_source
 from server.ports import free_port
 from tests import stock
 from tests.live import LiveServer

@@ -114,7 +114,7 @@ MUTATIONS: list[Mutation] = [
     *of("server/follow/versions.py", FOLLOW + "test_versions.py", changes=[
         ('{"onto": str(before)} if before > active else {}', "{}"),
     ]),
-    *of("server/follow/metrics.py", FOLLOW + "test_follow.py", changes=[
+    *of("server/follow/loop.py", FOLLOW + "test_follow.py", changes=[
         ("if seen > since}", "if seen >= since}"),
         ("self._clock() - min(self._behind.values())", "self._clock() - max(self._behind.values())"),
     ]),

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from server.cli.admin import AdminClient
+from server.cli.follow import open_source
 from server.follow.config import FollowConfig
 from server.follow.loop import Follower
-from server.follow.opening import open_source
 from server.follow.sources import Source
 from server.follow.state import FollowState, StateFile
 from tests.server.gateway.harness import ADMIN_KEY, RunningGateway

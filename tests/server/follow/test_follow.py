@@ -15,13 +15,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from server.cli.admin import AdminClient
-from server.cli.follow import run_follow
+from server.cli.follow import open_source, run_follow
 from server.errors import ConfigError, RequestFailed
 from server.follow import loop
 from server.follow.config import FollowConfig
-from server.follow.loop import Follower
-from server.follow.metrics import FollowMetrics
-from server.follow.opening import open_source
+from server.follow.loop import Follower, FollowMetrics
 from server.follow.sources import FollowError
 from server.follow.state import StateFile
 from tests.server.follow.checkpoints import write

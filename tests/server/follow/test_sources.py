@@ -12,10 +12,10 @@ import fsspec
 import pytest
 
 from server.cli.admin import AdminClient
+from server.cli.follow import open_source
 from server.errors import CliError, ConfigError
 from server.follow import sources
 from server.follow.config import FollowConfig
-from server.follow.opening import open_source
 from server.follow.sources import BAD, Candidate, FollowError, Source, lacking, verify
 from server.follow.state import KEPT, Current, FollowState, StateFile
 from tests.server.follow.checkpoints import write

@@ -11,9 +11,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from server.cli.follow import open_source
 from server.errors import ConfigError
 from server.follow.config import FollowConfig
-from server.follow.opening import open_source
 from server.follow.sources import FollowError, Source
 from tests.server.follow.following import AT_ONCE, Follow
 from tests.server.gateway.harness import KEYS
