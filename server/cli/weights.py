@@ -1,5 +1,5 @@
 """`hotswap weights`: the admin API of a running gateway, from the shell; `verify` and `diff` read this host's slots,
-`--bucket` a bucket."""
+`--bucket` a bucket, with credentials from the environment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import orjson
 import typer
 
 from server.cli.admin import AdminClient, AsJson, Reason, StateDir, for_model, percentages, with_options
-from server.cli.bucket import BucketUrl, remove_version, show_versions, verify_stored
 from server.cli.output import console, show, table
 from server.errors import CliError, as_cli_error
 from server.up.paths import ServerInfo, default_state_dir
-from weightsync.errors import WeightSyncError
+from weightsync.errors import BucketDamaged, VersionGone, WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync.versions import VerifyReport, VersionDiff
@@ -47,6 +46,9 @@ StoreUrl = Annotated[
     str | None, typer.Option(envvar="HOTSWAP_STORE", help="URL of the records; default: from the state directory")
 ]
 Name = Annotated[str | None, typer.Option(help="the model's served name; needed with --store")]
+BucketUrl = Annotated[
+    str | None, typer.Option("--bucket", help="of a bucket instead, such as s3://BUCKET/RUN; any URL of fsspec's")
+]
 Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywhere; default: the gateway's")]
 
 
@@ -367,3 +369,91 @@ def show_diff(found: VersionDiff, *, as_json: bool) -> None:
         f"versions {found.a} and {found.b}: {len(differing)} of {len(found.tensors)} tensors differ, "
         f"{found.changed:,} of {found.elements:,} elements ({share:.3%})"
     )
+
+
+def show_versions(url: str, *, as_json: bool) -> None:
+    """A row for each version: what it is, what it builds on, its size. Status 1 if a record cannot be read."""
+    rows: list[dict[str, Any]] = []
+    with as_cli_error(WeightSyncError):
+        bucket = _opened(url)
+        for number in bucket.numbers():
+            try:
+                rows.append(_described(bucket.read(number)))
+            except BucketDamaged as error:
+                rows.append({"number": number, "error": str(error)})
+            except VersionGone:  # removed meanwhile
+                continue
+    if as_json:
+        print(orjson.dumps(rows).decode())
+    else:
+        shown = table("version", "part", "kind", "base", "step", "GB", "of", "signed", "digest")
+        for row in rows:
+            if "error" in row:
+                shown.add_row(str(row["number"]), "", "damaged")
+                continue
+            sizes = [f"{row[name] / 1e9:.3f}" for name in ("nbytes", "model_nbytes")]
+            cells = [str(row["base"] or ""), "" if row["step"] is None else str(row["step"]), *sizes]
+            signed = "yes" if row["signed"] else ""
+            shown.add_row(str(row["number"]), row["part"] or "base", row["kind"], *cells, signed, row["digest"])
+        console().print(shown)
+    damaged = [row["error"] for row in rows if "error" in row]
+    if damaged:
+        raise CliError("; ".join(damaged))
+
+
+def verify_stored(url: str, version: int | None, *, as_json: bool) -> None:
+    """Every object of a version, of those that it builds on, and of its other parts. Raises CliError."""
+    from weightsync.bucket import reader
+
+    began = time.perf_counter()
+    with as_cli_error(WeightSyncError):
+        bucket = _opened(url)
+        number = _newest(url, bucket.numbers()) if version is None else version
+        read, nbytes = reader.verify(bucket, bucket.read(number))
+    numbers, seconds = [one.number for one in read], time.perf_counter() - began
+    if as_json:
+        print(orjson.dumps({"number": number, "read": numbers, "nbytes": nbytes, "seconds": seconds}).decode())
+        return
+    told = ", ".join(map(str, numbers))
+    console().print(f"version {number} is as published: {nbytes:,} bytes of versions {told} read in {seconds:.2f} s")
+
+
+def remove_version(url: str, version: int) -> None:
+    """Raises CliError for one that another needs."""
+    with as_cli_error(WeightSyncError):
+        _opened(url).remove(version)
+    console().print(f"version {version} is removed")
+
+
+def _opened(url: str) -> Any:
+    from weightsync.bucket.objects import Bucket  # and with it fsspec
+
+    return Bucket(url)
+
+
+def _newest(url: str, numbers: list[int]) -> int:
+    from weightsync.bucket.objects import redacted
+
+    if not numbers:
+        raise CliError(f"{redacted(url)} has no version yet")
+    return numbers[-1]
+
+
+def _described(version: Any) -> dict[str, Any]:
+    header = version.header
+    return {
+        "number": version.number,
+        "part": version.part,
+        "kind": "full" if version.base is None else "delta",
+        "base": version.base,
+        "others": dict(version.others),
+        "step": header.step,
+        "nbytes": version.nbytes,
+        "model_nbytes": header.nbytes,
+        "tensors": len(header.tensors),
+        "objects": len(version.parts),
+        "digest": header.target_digest,
+        "signed": bool(header.signature),
+        "model": header.model,
+        "source": header.source,
+    }
