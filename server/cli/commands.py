@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from server import options
-from server.cli.output import console
+from server.cli.output import console, table
+from server.doctor import registry
 from server.doctor.world import World
 from server.errors import ConfigError, as_cli_error
 from server.follow.config import FollowConfig
@@ -64,6 +67,7 @@ class DoctorReport:
     sequence_tokens: Annotated[int, Option("tokens of a sequence that --plan counts with")] = 4096
 
 
+COLOURS: dict[registry.Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 DOCTOR = (*options.settings("doctor", World), *options.settings("doctor", DoctorReport))
 
 
@@ -225,23 +229,33 @@ def reward_server(
 @takes(DOCTOR)
 def doctor(context: typer.Context, given: dict[str, Any]) -> None:
     """Check this host, its store and its certificates, and say how to mend each. Exit status 1 if a check fails."""
-    from server.doctor import report
-
     asked = options.build(DoctorReport, {s.flag: given[s.flag] for s in DOCTOR if s.flag in given})
     with as_cli_error(ConfigError):
-        checks = report.chosen(asked.only, asked.skip)
+        checks = registry.chosen(asked.only, asked.skip)
     if (model := given.get("--model")) is not None:
         given["--model"] = resolve_model(str(model))
     if asked.plan:
         _show_plan(options.build(World, given), asked)
         return
-    with _quiet("hotswap.gateway"):  # what it says of its machine code is in the report
-        results = report.diagnose(options.build(World, given), checks)
+    with _quiet("hotswap.gateway"):  # what it says of its machine code is in the findings
+        results = registry.diagnose(options.build(World, given), checks)
     if asked.as_json:
-        print(report.to_json(results))
+        print(registry.to_json(results))
     else:
-        report.show(results, console())
-    raise typer.Exit(1 if report.failed(results) else 0)
+        show_results(results, console())
+    raise typer.Exit(1 if registry.failed(results) else 0)
+
+
+def show_results(results: list[registry.Result], to: Console) -> None:
+    """A row for each finding, and a line that counts them."""
+    shown = table("check", "", "found", "how to mend")
+    for result in results:
+        finding = result.finding
+        status = Text(finding.status, style=COLOURS[finding.status])
+        shown.add_row(result.check, status, Text(finding.found), Text(finding.mend))
+    to.print(shown)
+    counts = {status: sum(r.finding.status == status for r in results) for status in COLOURS}
+    to.print(", ".join(f"{count} {status}" for status, count in counts.items() if count) or "nothing was checked")
 
 
 def _show_plan(world: World, asked: DoctorReport) -> None:

@@ -1,14 +1,18 @@
-"""A check's findings, and the list of checks: every function in `server.doctor.checks` marked with `@check`."""
+"""A check's findings, and the list of checks: every function in `server.doctor.checks` marked with `@check`. All of
+them run here, and their findings become JSON."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass
 from typing import Literal
 
+import orjson
+
 from server.doctor.world import World
+from server.errors import ConfigError
 from server.missing import setup
 
 Status = Literal["ok", "warn", "fail", "skip"]
@@ -84,3 +88,43 @@ def _unable(name: str, package: str) -> Check:
     """Stands for a check that cannot run without `package`."""
     text = f"the package {package} is not installed, so this cannot be checked"
     return Check(name, "", lambda _: [fail(text, setup())])
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One finding of the check of that name."""
+
+    check: str
+    finding: Finding
+
+
+def chosen(only: Collection[str] = (), without: Collection[str] = ()) -> list[Check]:
+    """The checks to run. Raises ConfigError, which lists those there are."""
+    checks = all_checks()
+    names = [found.name for found in checks]
+    if unknown := sorted({*only, *without} - set(names)):
+        raise ConfigError(f"there is no check {unknown[0]!r}: choose from {', '.join(names)}")
+    return [found for found in checks if (not only or found.name in only) and found.name not in without]
+
+
+def diagnose(world: World, checks: Iterable[Check]) -> list[Result]:
+    """Every finding. A check that breaks is a finding too, and the others go on."""
+    return [Result(found.name, finding) for found in checks for finding in _run(found, world)]
+
+
+def _run(found: Check, world: World) -> list[Finding]:
+    try:
+        return list(found.function(world))
+    except Exception as error:  # a host that nobody thought of must not hide what the other checks find
+        said = f"the check broke on this host: {type(error).__name__}: {error}"
+        return [fail(said, f"Report it; leave it out meanwhile with --skip {found.name}")]
+
+
+def failed(results: Iterable[Result]) -> bool:
+    return any(result.finding.status == "fail" for result in results)
+
+
+def to_json(results: list[Result]) -> str:
+    """`{"ok": bool, "checks": [{"check", "status", "found", "mend"}, ...]}`."""
+    rows = [{"check": result.check, **asdict(result.finding)} for result in results]
+    return orjson.dumps({"ok": not failed(results), "checks": rows}).decode()

@@ -11,8 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from server.cli.app import app
+from server.cli.commands import show_results
 from server.cli.output import console
-from server.doctor import report
+from server.doctor import registry
 from server.doctor.checks import software
 from server.doctor.checks.software import judge_python, judge_versions, judge_vision, pins
 from server.doctor.registry import Check, Finding, all_checks, fail, ok, skip, warn
@@ -43,14 +44,14 @@ def test_every_check_has_something_to_say_of_this_host() -> None:
 
 
 def test_a_host_without_proc_and_sys_breaks_no_check(tmp_path: Path) -> None:
-    rows = report.diagnose(host(tmp_path, port=0), all_checks())
+    rows = registry.diagnose(host(tmp_path, port=0), all_checks())
     assert not [row for row in rows if "the check broke" in row.finding.found]
 
 
 def test_the_table_says_what_to_mend_and_counts() -> None:
     rows = [ok("well"), warn("so so", "do this"), fail("bad [x]", "do that"), skip("not here")]
     console = Console(width=100, record=True)
-    report.show([report.Result("name", row) for row in rows], console)
+    show_results([registry.Result("name", row) for row in rows], console)
     text = console.export_text()
     assert all(word in text for word in ("do this", "do that", "bad [x]", "1 ok, 1 warn, 1 fail, 1 skip"))
 
@@ -58,12 +59,12 @@ def test_the_table_says_what_to_mend_and_counts() -> None:
 def test_no_text_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     """In a terminal of 80 columns they go on in the next line, and in a pipe each is whole in its own."""
     command = "pip install --no-deps -r /srv/hotswap/a/long/path/without/spaces/requirements/cpu.txt"
-    results = [report.Result("cluster-tls", fail(f"/dev/shm/hotswap/{'a' * 100} is gone", command))]
+    results = [registry.Result("cluster-tls", fail(f"/dev/shm/hotswap/{'a' * 100} is gone", command))]
     terminal = Console(width=80, force_terminal=True, record=True)
-    report.show(results, terminal)
+    show_results(results, terminal)
     lines = terminal.export_text().splitlines()
     capsys.readouterr()
-    report.show(results, console())
+    show_results(results, console())
     piped = capsys.readouterr().out
     assert max(map(len, lines)) <= 80
     middle, right = (next(line.index(header) for line in lines if header in line) for header in ("found", "how to"))
@@ -89,7 +90,7 @@ def test_a_check_that_breaks_is_a_finding_and_hides_no_other() -> None:
         raise RuntimeError("no such thing")
 
     checks = [Check("broken", "", breaks), Check("sound", "", lambda world: [ok("well")])]
-    rows = report.diagnose(World(), checks)
+    rows = registry.diagnose(World(), checks)
     assert [(row.check, row.finding.status) for row in rows] == [("broken", "fail"), ("sound", "ok")]
     assert "RuntimeError: no such thing" in rows[0].finding.found
 
