@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
 from server.errors import ConfigError
-from server.gateway.access.records import ROLES
 from server.gateway.workers import Place
 from server.options import ClusterTlsDirectory, Option, settings
 from weightsync.tls import is_loopback
@@ -167,6 +166,8 @@ class ObserveSettings:
             raise ConfigError(f"--otlp-endpoint {self.otlp_endpoint}: give http://HOST:PORT of an OTLP/HTTP collector.")
 
 
+Role = Literal["viewer", "operator", "publisher", "admin"]
+ROLES: tuple[Role, ...] = get_args(Role)  # each may do what those before it may
 Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 
 

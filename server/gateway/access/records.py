@@ -18,8 +18,9 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
+from server.gateway.config import ROLES
 from server.key_limits import KeyLimits
 from weightsync.control.strict_json import Record
 
@@ -29,11 +30,9 @@ USAGE_PREFIX = "gateway/usage/"
 SPENT_PREFIX = "gateway/spent/"
 USAGE_ROUND = USAGE_PREFIX + "round"
 FEEDBACK_PREFIX = "gateway/feedback/"
-Role = Literal["viewer", "operator", "publisher", "admin"]
 Scope = Literal["infer", "viewer", "operator", "publisher", "admin"]
 INFER: Scope = "infer"
 ADMIN: Scope = "admin"
-ROLES: tuple[Role, ...] = get_args(Role)  # each may do what those before it may
 Standing = Literal["active", "disabled", "expired", "revoked"]
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from server.gateway.access.records import ROLES, Role
+from server.gateway.config import ROLES, Role
 
 NEEDED: Final[Mapping[str, Role]] = {
     "GET /openapi.json": "viewer",

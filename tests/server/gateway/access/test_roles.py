@@ -19,9 +19,9 @@ from server.gateway import GatewayConfig, openapi
 from server.gateway.access import oidc, roles
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.oidc import AdminAccess
-from server.gateway.access.records import INFER, ROLES, Role, granted
+from server.gateway.access.records import INFER, granted
 from server.gateway.app import build_app, routes_of
-from server.gateway.config import OidcSettings
+from server.gateway.config import ROLES, OidcSettings, Role
 from server.gateway.middleware import is_public
 from tests.server.asking import answering
 from tests.server.gateway.harness import ADMIN, RunningGateway, get, new_key, post, request, running_gateway

@@ -27,10 +27,9 @@ from fastapi.routing import APIRoute
 from server import api
 from server.gateway import GatewayConfig
 from server.gateway.access import roles
-from server.gateway.access.records import ROLES
 from server.gateway.admin.publishing import Pusher
 from server.gateway.app import build_app
-from server.gateway.config import NamedSettings
+from server.gateway.config import ROLES, NamedSettings
 from server.gateway.middleware import is_public
 from server.gateway.release.policy import Policy
 from tests.server.gateway.admin.test_admin import SETTINGS, checkpoint
