@@ -27,6 +27,9 @@ StateDir = Annotated[Path | None, typer.Option(help="state directory of `up`; de
 Url = Annotated[
     str | None, typer.Option(envvar="HOTSWAP_ADMIN_URL", help="admin port; default: from the state directory")
 ]
+StoreUrl = Annotated[
+    str | None, typer.Option(envvar="HOTSWAP_STORE", help="URL of the records; default: from the state directory")
+]
 KeyFile = Annotated[Path | None, typer.Option(envvar="HOTSWAP_ADMIN_KEY_FILE", help="file with the admin key")]
 Reason = Annotated[str | None, typer.Option(help="why; the ledger keeps it")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]

@@ -16,7 +16,7 @@ from server.answers.reading import Wanted
 from server.cli.admin import AsJson, StateDir
 from server.cli.keys import seconds_of
 from server.cli.output import console, table
-from server.errors import CliError, ConfigError
+from server.errors import CliError, ConfigError, as_cli_error
 from server.gateway.config import GatewayConfig
 from server.up.paths import ServerInfo, default_state_dir
 
@@ -58,7 +58,7 @@ def list_answers(
 ) -> None:
     """List the newest answers, and what was said of them."""
     wanted = _wanted(key, since, min_version, max_version, rating)
-    with _explained():
+    with as_cli_error(ConfigError, OSError):
         found = deque(reading.rows(_url(answers, state_dir), wanted), maxlen=last)
     if as_json:
         print(json.dumps(list(found)))
@@ -90,7 +90,7 @@ def export(
     if write is None:
         raise CliError(f"{target}: the name must end in {' or '.join(forms)}")
     wanted = _wanted(key, since, min_version, max_version, rating)
-    with _explained():
+    with as_cli_error(ConfigError, OSError):
         count = write(_url(answers, state_dir), wanted, target)
     console().print(f"{count} rows are in {target}")
 
@@ -100,20 +100,9 @@ def delete(
     key: Annotated[str, typer.Option(help="name or id of the key")], answers: Where = None, state_dir: StateDir = None
 ) -> None:
     """Delete what is kept of a key, and what is still being written of it up to now."""
-    with _explained():
+    with as_cli_error(ConfigError, OSError):
         count = log.forget(_url(answers, state_dir), key)
     console().print(f"{count} records of {key} are gone; those that are being written now will not appear")
-
-
-class _explained:
-    """Turns what a log raises into what a command says."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, ConfigError | OSError):
-            raise CliError(str(error).rstrip(".")) from error
 
 
 def _url(answers: str | None, state_dir: Path | None) -> str:

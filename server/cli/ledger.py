@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from server.cli.admin import AdminClient, AsJson, StateDir, for_gateway
+from server.cli.admin import AdminClient, AsJson, StateDir, StoreUrl, for_gateway
 from server.cli.output import console, table
 from server.errors import CliError, as_cli_error
 from server.up.paths import ServerInfo, default_state_dir
@@ -21,9 +21,6 @@ from weightsync.errors import WeightSyncError
 T = TypeVar("T")
 app = typer.Typer(no_args_is_help=True)
 
-StoreUrl = Annotated[
-    str | None, typer.Option(envvar="HOTSWAP_STORE", help="URL of the records; default: from the state directory")
-]
 Place = Annotated[
     str | None, typer.Option("--archive", help="where older entries are; default: where the gateway put them")
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from server.cli.admin import AdminClient, AsJson, Reason, StateDir, for_model, percentages, with_options
+from server.cli.admin import AdminClient, AsJson, Reason, StateDir, StoreUrl, for_model, percentages, with_options
 from server.cli.output import console, show, table
 from server.errors import CliError, as_cli_error
 from server.up.paths import ServerInfo, default_state_dir
@@ -42,9 +42,6 @@ class OnLost(StrEnum):
 Lost = Annotated[OnLost, typer.Option("--on-lost", help="an instance dies before the commit: abort, or go on without")]
 Mode = Annotated[SwapMode, typer.Option(help="the whole fleet at once, or one instance after the other")]
 Drain = Annotated[float | None, typer.Option(help="rolling: seconds an instance may wait for its streams to end")]
-StoreUrl = Annotated[
-    str | None, typer.Option(envvar="HOTSWAP_STORE", help="URL of the records; default: from the state directory")
-]
 Name = Annotated[str | None, typer.Option(help="the model's served name; needed with --store")]
 BucketUrl = Annotated[
     str | None, typer.Option("--bucket", help="of a bucket instead, such as s3://BUCKET/RUN; any URL of fsspec's")
