@@ -9,9 +9,8 @@ import re
 from pathlib import Path
 
 from server import api, key_limits
+from server.gateway import error_map, metrics
 from server.gateway.access import roles
-from server.gateway.admin import error_map
-from server.gateway.observe import metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLES = (

@@ -23,9 +23,9 @@ import yaml
 from server.gateway import QueueSettings, UpstreamSettings
 from server.gateway.fleet import routing
 from server.gateway.fleet.view import Fleet
+from server.gateway.metrics import Counted
 from server.gateway.models.directory import Directory
 from server.gateway.models.served import Served
-from server.gateway.observe.metrics import Counted
 from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from tests.trainer.algorithms.batches import Trial, groups

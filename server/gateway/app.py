@@ -16,16 +16,25 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from server.errors import HttpError
-from server.gateway import feedback
 from server.gateway.access.roles import undeclared
-from server.gateway.admin import adapters_sglang, adapters_vllm, approvals, fleet, keys, releases, trainers, weights
-from server.gateway.admin.error_map import to_http
+from server.gateway.admin import (
+    adapters_sglang,
+    adapters_vllm,
+    approvals,
+    feedback,
+    fleet,
+    keys,
+    listing,
+    releases,
+    trainers,
+    weights,
+)
+from server.gateway.admin.deps import GatewayDep
 from server.gateway.config import GatewayConfig
 from server.gateway.console import routes as console
-from server.gateway.deps import GatewayDep
+from server.gateway.error_map import to_http
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response, is_public
-from server.gateway.models import listing
 from server.gateway.openapi import admin as admin_document
 from server.gateway.routes import elsewhere
 from weightsync.errors import WeightSyncError

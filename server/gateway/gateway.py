@@ -28,13 +28,13 @@ from server.gateway.access.sharing import Sharing
 from server.gateway.admission import Admission
 from server.gateway.config import GatewayConfig
 from server.gateway.cors import Origins
+from server.gateway.metrics import Counted, render
 from server.gateway.models import external
 from server.gateway.models.directory import Directory
 from server.gateway.models.file import External, ModelsFile
 from server.gateway.models.model import Model, keep_going
 from server.gateway.models.served import Served
 from server.gateway.observe.ledger import LedgerKeeper, Webhooks
-from server.gateway.observe.metrics import Counted, render
 from server.gateway.observe.pages import Pages
 from server.gateway.observe.stats import ProcessStats, Stats
 from server.gateway.observe.tracing import open_watchers

@@ -26,9 +26,9 @@ from server.gateway.access.roles import needed
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.scrape import fetch
 from server.gateway.fleet.view import Fleet
+from server.gateway.metrics import release
 from server.gateway.middleware import FEEDBACK, is_public
 from server.gateway.models.directory import Directory
-from server.gateway.observe.metrics import release
 from server.gateway.terms import Wish
 from server.key_limits import RATE_HEADERS
 

@@ -22,7 +22,7 @@ from server.cli.app import app
 from server.gateway.__main__ import configured
 from server.gateway.config import GatewayConfig
 from server.gateway.main import SHUTDOWN_GRACE_S
-from server.gateway.observe.metrics import METRICS
+from server.gateway.metrics import METRICS
 from server.instance import main as instance_main
 from server.instance.config import InstanceConfig
 from server.instance.sidecar import TELL_S

@@ -1,1 +1,1 @@
-"""The control routes of the admin port, and the work behind them."""
+"""The control routes of the admin port, and the two routes of the public port that the app answers with a key."""

@@ -18,7 +18,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict
 
 from server.errors import HttpError
-from server.gateway.admin.publishing import Publication, WeightUpdate, refused_pickle
+from server.gateway.admin.deps import ByDep, ModelDep
 from server.gateway.admin.trainers import (
     LoadAdapter,
     UnloadAdapter,
@@ -33,8 +33,8 @@ from server.gateway.admin.trainers import (
     room,
 )
 from server.gateway.admin.weights import model_schema
-from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
+from server.gateway.models.publishing import Publication, WeightUpdate, refused_pickle
 from weightsync.format.manifest import Schema
 
 FAMILY = "sglang"

@@ -23,7 +23,7 @@ from fastapi.responses import PlainTextResponse
 
 from server.errors import HttpError
 from server.gateway.admin.adapters_sglang import model_info
-from server.gateway.admin.publishing import Publication, WeightUpdate, refused_pickle
+from server.gateway.admin.deps import ByDep, ModelDep
 from server.gateway.admin.trainers import (
     LoadAdapter,
     UnloadAdapter,
@@ -38,10 +38,10 @@ from server.gateway.admin.trainers import (
     room,
 )
 from server.gateway.admin.weights import model_schema
-from server.gateway.deps import ByDep, ModelDep
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.scrape import fetch
 from server.gateway.models.model import Model
+from server.gateway.models.publishing import Publication, WeightUpdate, refused_pickle
 
 router = APIRouter(tags=["vllm"])
 

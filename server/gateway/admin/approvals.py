@@ -16,9 +16,9 @@ from server.errors import HttpError
 from server.gateway.access.approvals import Guarded, PendingRecord, PolicyRecord, gone
 from server.gateway.access.keys import lacking
 from server.gateway.access.records import ADMIN, By
+from server.gateway.admin.deps import ByDep, GatewayDep, ModelDep
 from server.gateway.admin.releases import described as released
 from server.gateway.admin.weights import WAITS, checked, waits
-from server.gateway.deps import ByDep, GatewayDep, ModelDep
 from weightsync.control import chain
 from weightsync.errors import Conflict as StoreConflict
 

@@ -26,7 +26,7 @@ from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import HttpError
-from server.gateway.deps import ModelDep
+from server.gateway.admin.deps import ModelDep
 from server.gateway.fleet.instance import FIELDS, Instance
 from server.gateway.models.model import Model
 from server.orders import DrainRecord, Level, SleeperRecord, SleepOrder, drains, orders, sleepers

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from server.errors import HttpError
 from server.gateway.access.key_sources import NewKey
 from server.gateway.access.records import INFER, KeyRecord, Scope
-from server.gateway.deps import ByDep, GatewayDep
+from server.gateway.admin.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
 from server.key_limits import LIMITS, KeyLimits
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import ConfigError, HttpError
 from server.gateway.access.approvals import ReleaseWish
+from server.gateway.admin.deps import ByDep, ModelDep
 from server.gateway.admin.weights import WAITS, waits
-from server.gateway.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
 from server.gateway.release.judge import Finding
 from server.gateway.release.policy import BUILT_IN, Policy, parse

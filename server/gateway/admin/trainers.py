@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, RootModel, model
 from server.errors import HttpError
 from server.gateway.access.records import By
 from server.gateway.admin import weights
+from server.gateway.admin.deps import ModelDep
 from server.gateway.admin.fleet import MAX_TTL_S, PauseLeases
-from server.gateway.admin.publishing import Publication, WeightUpdate
 from server.gateway.admin.weights import SwapOptions
-from server.gateway.deps import ModelDep
 from server.gateway.models.model import Model
+from server.gateway.models.publishing import Publication, WeightUpdate
 from weightsync.control.parts import LORA
 from weightsync.format.manifest import Schema
 

@@ -23,9 +23,9 @@ from starlette.requests import ClientDisconnect
 from server.errors import HttpError
 from server.gateway.access.approvals import Guarded, PendingRecord
 from server.gateway.access.records import By
-from server.gateway.admin.publishing import Prepared, Publication, Published
-from server.gateway.deps import ByDep, ModelDep
+from server.gateway.admin.deps import ByDep, ModelDep
 from server.gateway.models.model import Model
+from server.gateway.models.publishing import Prepared, Publication, Published
 from weightsync.control import history, placement
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.board import readable_versions

@@ -27,8 +27,8 @@ from msgspec import Meta
 
 from server.errors import ConfigError
 from server.gateway.access.key_sources import read_private
-from server.gateway.admin.probes import ProbeSettings
 from server.gateway.config import GatewayConfig
+from server.gateway.models.probes import ProbeSettings
 from weightsync.tls import is_loopback
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$")]

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable
 from server.answers.desk import Desk
 from server.answers.feedback import Passing
 from server.gateway.access.approvals import Approvals
-from server.gateway.admin.probes import ProbeSettings, build_probe
-from server.gateway.admin.publishing import Pusher, Updates
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
+from server.gateway.models.history import Throughput, TrainingLog
+from server.gateway.models.probes import ProbeSettings, build_probe
+from server.gateway.models.publishing import Pusher, Updates
 from server.gateway.models.served import Served
-from server.gateway.observe.history import Throughput, TrainingLog
 from server.gateway.observe.stats import ProcessStats, Stats
 from server.gateway.queue.gate import Gate
 from server.gateway.release.answers import AnswerReader

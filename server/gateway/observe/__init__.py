@@ -1,4 +1,4 @@
-"""Counts, logs, traces and histories of this gateway."""
+"""Counts, logs and traces of this gateway, and the ledger as it passes."""
 
 from server.gateway.compiled import search_path
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.gateway.fleet.instance import Signals
-from server.gateway.observe.history import KEPT_POINTS, KEPT_SAMPLES, Throughput, TrainingLog
+from server.gateway.models.history import KEPT_POINTS, KEPT_SAMPLES, Throughput, TrainingLog
 from tests.server.asking import AUTH, call
 from tests.server.console.play import put_swaps
 from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, post, running_gateway

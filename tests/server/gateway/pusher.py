@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from server.gateway.admin.publishing import Pusher
+from server.gateway.models.publishing import Pusher
 from tests.warm import SYNC, warm
 
 

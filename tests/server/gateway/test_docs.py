@@ -7,17 +7,16 @@ from pathlib import Path
 
 from server import api, key_limits
 from server.errors import KINDS
-from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, config
-from server.gateway.admin import error_map
-from server.gateway.admin.error_map import DETAILS, STATUS
+from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, config, error_map
 from server.gateway.admin.trainers import REFUSALS
 from server.gateway.app import build_app
+from server.gateway.error_map import DETAILS, STATUS
 from server.gateway.fleet import routing
 from server.gateway.fleet.instance import FIELDS
 from server.gateway.fleet.view import Fleet
+from server.gateway.metrics import METRICS, SIGNALS, Counted, table
 from server.gateway.models.directory import Directory
 from server.gateway.models.served import Served
-from server.gateway.observe.metrics import METRICS, SIGNALS, Counted, table
 from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from server.gateway.routes import admin_names, public_names

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
+from server.gateway.admin.feedback import LOOK_UPS
 from server.gateway.config import AnswerSettings
-from server.gateway.feedback import LOOK_UPS
 from tests.server import continued
 from tests.server.gateway.harness import ADMIN, RunningGateway, admin, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream

@@ -19,8 +19,8 @@ import uvicorn
 from server.cli.admin import AdminClient
 from server.errors import ConfigError, RequestFailed
 from server.gateway import GatewayConfig, HealthSettings, Limits, UpstreamSettings, listening
-from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run
+from server.gateway.models.probes import ProbePrompt, ProbeSettings, build_probe
 from tests.cluster_tls import Authority
 from tests.server.gateway.harness import (
     ADMIN_KEY,

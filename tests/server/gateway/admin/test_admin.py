@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 
 from server.errors import HttpError
 from server.gateway import UpstreamSettings
-from server.gateway.admin.error_map import STATUS, from_fields, to_http
-from server.gateway.admin.publishing import Pusher
+from server.gateway.error_map import STATUS, from_fields, to_http
+from server.gateway.models.publishing import Pusher
 from tests.server.gateway.harness import (
     ADMIN,
     RunningGateway,

@@ -27,10 +27,10 @@ from fastapi.routing import APIRoute
 from server import api
 from server.gateway import GatewayConfig
 from server.gateway.access import roles
-from server.gateway.admin.publishing import Pusher
 from server.gateway.app import build_app
 from server.gateway.config import ROLES, NamedSettings
 from server.gateway.middleware import is_public
+from server.gateway.models.publishing import Pusher
 from server.gateway.release.policy import Policy
 from tests.server.gateway.admin.test_admin import SETTINGS, checkpoint
 from tests.server.gateway.harness import ADMIN, CONFIG, KEYS, RunningGateway, ask, new_key, request, running_gateway

@@ -16,7 +16,7 @@ import pytest
 
 from server.errors import ConfigError
 from server.gateway import GatewayConfig
-from server.gateway.admin.probes import DEFAULT_PROMPTS, ProbePrompt, ProbeSettings, build_probe, load_probes
+from server.gateway.models.probes import DEFAULT_PROMPTS, ProbePrompt, ProbeSettings, build_probe, load_probes
 from tests.server.gateway.upstream import Link, Received, upstream
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.control.trial import ProbeResult

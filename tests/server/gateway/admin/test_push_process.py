@@ -14,10 +14,10 @@ import pytest
 
 from server.errors import HttpError
 from server.gateway.access.records import By
-from server.gateway.admin import publishing
-from server.gateway.admin.error_map import to_http
-from server.gateway.admin.publishing import Publication, Published, Pusher
 from server.gateway.config import GatewayConfig, NamedSettings
+from server.gateway.error_map import to_http
+from server.gateway.models import publishing
+from server.gateway.models.publishing import Publication, Published, Pusher
 from tests.server.refusals import refuses
 from tests.waiting import eventually
 from tests.weightsync.tensors import model, save_safetensors

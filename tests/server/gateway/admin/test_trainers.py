@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from server.gateway.admin import publishing
 from server.gateway.admin.fleet import PauseLeases
+from server.gateway.models import publishing
 from tests.server.gateway.admin.test_admin import SETTINGS, Toy, checkpoint, participating
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
 from tests.waiting import eventually

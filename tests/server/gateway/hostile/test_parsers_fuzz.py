@@ -19,8 +19,8 @@ from server.errors import ConfigError, HttpError
 from server.gateway import GatewayConfig, Limits, terms
 from server.gateway.access.costs import bounded, reckon
 from server.gateway.access.key_sources import load_keys
-from server.gateway.admin.probes import load_probes
 from server.gateway.fleet.instance import parse
+from server.gateway.models.probes import load_probes
 from server.gateway.observe import context
 from server.gateway.routes import admin_names, find, public_names
 from server.gateway.wire import bodies

@@ -102,7 +102,7 @@ async def test_the_name_in_the_body_chooses_the_model(gateway: RunningGateway) -
 
 
 async def test_the_list_has_every_name(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.models.listing.TIMEOUT_S", 60.0)
+    monkeypatch.setattr("server.gateway.admin.listing.TIMEOUT_S", 60.0)
     async with both(gateway):
         assert await listed(gateway) == ["small", "tuned", "big", "fast"]
     gateway.store.delete(Keys("small").instance("s"))

@@ -14,8 +14,8 @@ from fastapi import APIRouter, Request
 
 from server.errors import ConfigError, HttpError
 from server.gateway.access.keys import Principal
-from server.gateway.deps import GatewayDep
-from server.gateway.feedback import principal_of
+from server.gateway.admin.deps import GatewayDep
+from server.gateway.admin.feedback import principal_of
 from server.gateway.fleet.scrape import fetch
 from server.gateway.middleware import MODELS
 from server.gateway.models.served import Served

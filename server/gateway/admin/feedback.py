@@ -12,7 +12,7 @@ from server.answers.feedback import LARGEST, PASS_ON_S, FeedbackRequest, read_po
 from server.errors import HttpError
 from server.gateway.access.keys import Principal
 from server.gateway.access.records import ADMIN, INFER
-from server.gateway.deps import GatewayDep
+from server.gateway.admin.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import FEEDBACK
 from server.gateway.wire.bodies import NONE

@@ -37,8 +37,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import ConfigError, HttpError
 from server.gateway.access.records import By
-from server.gateway.admin.error_map import from_fields
 from server.gateway.config import GatewayConfig
+from server.gateway.error_map import from_fields
 from weightsync.control.parts import check_name
 
 log = logging.getLogger("hotswap.gateway")
