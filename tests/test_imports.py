@@ -1,5 +1,5 @@
-"""Imports run downward: no circle among modules, none among the folders of weightsync, and packages that must not know
-each other do not.
+"""Imports run downward: no circle among modules, none among the folders of weightsync or of server, and packages that
+must not know each other do not.
 
 The graph holds every import, at module level and inside functions, except those under
 `if TYPE_CHECKING`, which never run. An import of a package's parent is not an edge of its own:
@@ -11,6 +11,8 @@ import graphlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("server", "weightsync", "trainer", "loadtest")
@@ -97,8 +99,9 @@ def test_the_product_never_names_its_benchmarks() -> None:
     assert not [path for path in product if "loadtest" in path.read_text()]
 
 
-def test_no_circle_of_folders_in_weightsync() -> None:
-    graph = {module: targets for module, targets in _graph(ROOT).items() if module.startswith("weightsync")}
+@pytest.mark.parametrize("package", ["weightsync", "server"])
+def test_no_circle_of_folders(package: str) -> None:
+    graph = {module: targets for module, targets in _graph(ROOT).items() if module.split(".")[0] == package}
     circle = _circle(_folders(graph))
     assert not circle, "these folders import each other: " + " <- ".join(circle)
 

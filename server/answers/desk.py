@@ -20,7 +20,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 from server.answers.feedback import Feedback, Known, Recent
 from server.answers.parse import ROUTES, About, Answer, parse
@@ -59,6 +59,9 @@ class Consumer(Protocol):
         """Nothing more comes."""
 
 
+Captured: TypeAlias = "Capture[tuple[Principal, list[Consumer]]]"  # whose it is, and who reads it
+
+
 class Desk:
     """Captures, parses and hands out (stats.Collector). `begin`, `end` and `rate` are for the event loop alone."""
 
@@ -88,7 +91,7 @@ class Desk:
 
     # on the event loop
 
-    def begin(self, principal: Principal, route: str, body: bytes) -> Capture | None:
+    def begin(self, principal: Principal, route: str, body: bytes) -> Captured | None:
         """Where the answer to this request goes; None if nobody wants it (stats.Collector)."""
         if route not in ROUTES:
             return None
@@ -97,16 +100,16 @@ class Desk:
             return None
         wanted = [c for c in concerned if c.share >= 1.0 or random.random() < c.share]  # noqa: S311 - no secret
         if wanted:
-            return Capture(self._stats.captured, principal, body, wanted)
-        return Capture(self._stats.captured, principal, None, wanted)  # it may be rated
+            return Capture(self._stats.captured, body, (principal, wanted))
+        return Capture(self._stats.captured, None, (principal, wanted))  # it may be rated
 
-    def end(self, capture: Capture, finished: Finished) -> None:
+    def end(self, capture: Captured, finished: Finished) -> None:
         """The answer is over (stats.Collector)."""
-        about = about_of(finished, capture.principal)
+        principal, wanted = capture.wanted
+        about = about_of(finished, principal)
         if finished.status in (200, 499):
             prefix = _PREFIXES.get(finished.route, "")
-            self.recent.add(Known(about, capture.principal), prefix + finished.request_id if prefix else "")
-        wanted: list[Consumer] = capture.wanted  # type: ignore[assignment]
+            self.recent.add(Known(about, principal), prefix + finished.request_id if prefix else "")
         if capture.lost:
             for consumer in wanted:
                 self._dropped[consumer.name, "memory"] += 1
@@ -153,11 +156,11 @@ class Desk:
 
     # on the thread
 
-    def _hand_out(self, capture: Capture, about: About, accepted: list[Consumer]) -> None:
+    def _hand_out(self, capture: Captured, about: About, accepted: list[Consumer]) -> None:
         answer: Answer | None = None
         try:
             answer = parse(capture.body, b"".join(capture.pieces), about)
-            self.recent.name(about.request_id, capture.principal.digest, answer.id)
+            self.recent.name(about.request_id, capture.wanted[0].digest, answer.id)
         except ValueError as error:
             log.warning("an answer cannot be read: %s", error)
             for consumer in accepted:

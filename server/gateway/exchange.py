@@ -30,7 +30,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from server.errors import BadUpstream, HttpError
 from server.gateway.access.costs import Cost, reckon
@@ -97,7 +97,7 @@ class Exchange:
         self._second_try = True  # until the head of an answer that is no refusal
         self._continuation: Continuation | None = None  # of a stream whose instance has died, the last time
         # its answer
-        self._capture: Capture | None = None  # where somebody wants the whole of it
+        self._capture: Capture[Any] | None = None  # where somebody wants the whole of it
         self._relay = self._new_relay()
         self.first_byte = 0.0
         self.status = 0  # of the answer, once something of it was written

@@ -58,7 +58,7 @@ class Repeated:
     `finished` tells of the repetition what is told of any request; its `request_id` is the original's.
     """
 
-    capture: Capture
+    capture: Capture[Principal]
     finished: Finished
     failed: bool = False
 
@@ -180,7 +180,7 @@ class Repetition:
 
     def __init__(self, shadows: Shadows, request: Request, version: int, instance: Instance, *, keep: bool) -> None:
         self.version, self.instance, self.started = version, instance, time.monotonic()
-        self.capture = Capture(shadows.memory, request.principal, request.body, None) if keep else None
+        self.capture = Capture(shadows.memory, request.body, request.principal) if keep else None
         self._shadows, self._target, self._head, self._body = shadows, request.target, request.head, request.body
         self._name, self._cluster = request.principal.name, request.cluster
         self._relay = ResponseRelay(request.head.request_id, http10=False, keep_alive=True)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from server.errors import HttpError
 from server.gateway.access.keys import Principal
@@ -134,10 +134,10 @@ class Watcher(Protocol):
 class Collector(Protocol):
     """Wants whole answers (server/answers). It is called on the event loop, like a watcher."""
 
-    def begin(self, principal: Principal, route: str, body: bytes) -> Capture | None:
+    def begin(self, principal: Principal, route: str, body: bytes) -> Capture[Any] | None:
         """A request with this body is about to be forwarded; where its answer goes, None if nobody wants it."""
 
-    def end(self, capture: Capture, finished: Finished) -> None:
+    def end(self, capture: Capture[Any], finished: Finished) -> None:
         """The answer is over."""
 
 

@@ -135,7 +135,7 @@ class AnswerReader:
     def _take_shadow(self, repeated: Repeated) -> None:
         capture = repeated.capture
         try:
-            about = about_of(repeated.finished, capture.principal)
+            about = about_of(repeated.finished, capture.wanted)
             answer = parse(capture.body, b"".join(capture.pieces), about)
         except ValueError as error:
             log.warning("a shadow answer cannot be read: %s", error)

@@ -6,9 +6,9 @@ asked for has no `Capture`.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from server.gateway.access.keys import Principal
+W = TypeVar("W")
 
 LIMIT: Final = 64 * 2**20
 PER_ANSWER: Final = 2 * 2**20
@@ -32,15 +32,15 @@ class CaptureMemory:
         return self.taken - self.given_back
 
 
-class Capture:
-    """One exchange. `take` is on the hot path; `wanted` is what its collector wants to remember."""
+class Capture(Generic[W]):
+    """One exchange. `take` is on the hot path; `wanted` is what its collector wants to remember, such as its owner."""
 
-    __slots__ = ("_charged", "_memory", "body", "lost", "pieces", "principal", "wanted")
+    __slots__ = ("_charged", "_memory", "body", "lost", "pieces", "wanted")
 
-    def __init__(self, memory: CaptureMemory, principal: Principal, body: bytes | None, wanted: object) -> None:
+    def __init__(self, memory: CaptureMemory, body: bytes | None, wanted: W) -> None:
         self._memory = memory
         self._charged = 0
-        self.principal, self.wanted = principal, wanted
+        self.wanted = wanted
         self.body = body or b""
         self.pieces: list[bytes] = []
         self.lost = body is None  # nothing is kept of it

@@ -12,7 +12,7 @@ event still fits into the stream.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import httptools
 
@@ -99,7 +99,7 @@ class ResponseRelay:
         self.memory: ReplayMemory | None = None  # for a journal, where one is wanted
         self.request_bytes = 0  # that are kept along with it
         self.journal: Journal | None = None  # of a stream that another instance could go on with
-        self.capture: Capture | None = None  # where somebody wants the whole answer
+        self.capture: Capture[Any] | None = None  # where somebody wants the whole answer
         self.foreign: Foreign | None = None  # where it is of an upstream that is not ours
         self.sglang: Translation | None = None  # where the client gets another form of it
 

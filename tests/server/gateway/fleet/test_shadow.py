@@ -90,7 +90,7 @@ async def trial(directory: Path, **settings: Any) -> AsyncIterator[Trial]:
 
 def text_of(answer: Repeated) -> str:
     """As a judge reads it."""
-    about = about_of(answer.finished, answer.capture.principal)
+    about = about_of(answer.finished, answer.capture.wanted)
     return parse(answer.capture.body, b"".join(answer.capture.pieces), about).choices[0].text
 
 
