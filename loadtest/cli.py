@@ -62,7 +62,7 @@ def phases(
     steps: Annotated[int, typer.Option(help="training steps")] = 4,
     small: Small = False,
 ) -> None:
-    """What a trainer and a server that share their memory by turns lose in time, and gain in memory."""
+    """Time that a trainer and a server lose, and memory that they gain, when they share their memory by turns."""
     from loadtest.training.phase_switch import run
 
     run(json, level=level, steps=steps, small=small)

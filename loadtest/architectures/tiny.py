@@ -55,7 +55,7 @@ RULES: list[tuple[str, int]] = [
     (r"num_queries|num_query_tokens|per_image|num_latents|latents", -16),
 ]
 
-# What the names of the fields do not tell, by model type. Some are fields that published configurations have and vLLM
+# Values that field names do not tell, by model type. Some are of fields that published configurations have and vLLM
 # reads, and that transformers' class does not know.
 FIELDS: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True, "num_dense_layers": 1},

@@ -1,6 +1,6 @@
 """Chaos on three hosts: `hotswap bench chaos [--minutes N] [--seed N] [--json FILE]`. Exit status 1 if a promise broke.
 
-What is done, and what it is held to, is in docs/chaos.md.
+The page docs/chaos.md says what is done, and what it is held to.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Problem = Literal["wrong", "foreign"]
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request asks of swaps, in the words of the API."""
+    """Wishes of a request about swaps, in the words of the API."""
 
     policy: str = "keep"
     version: int | None = None
@@ -100,9 +100,10 @@ class Question:
 
 @dataclass
 class Attempt:
-    """What came of it; times are monotonic seconds of this machine. `asked`: when its question was asked first.
+    """The outcome of an attempt; times are monotonic seconds of this machine.
 
-    `code` is the error's, or the class of what broke the connection. `model` was asked, `by` has answered.
+    `asked`: when its question was asked first. `code` is the error's, or the class of what broke the connection.
+    `model` was asked, `by` has answered.
     """
 
     gateway: int

@@ -337,7 +337,7 @@ def survivors(memory: Path) -> list[str]:
 
 
 def remove_leftovers() -> None:
-    """What runs that were killed left in memory."""
+    """Leftovers in memory of runs that were killed are deleted."""
     for path in _leftovers():
         shutil.rmtree(path, ignore_errors=True)
 
@@ -376,7 +376,7 @@ class Snapshot:
     instances: dict[str, InstanceRecord] = field(default_factory=dict)
 
     def behind(self, names: Sequence[str]) -> list[str]:
-        """Which of these instances do not run what is committed, and how they stand."""
+        """Instances among `names` that do not run what is committed, and how they stand."""
         return [f"{name} {self._state(name)}" for name in names if not self.follows(name)]
 
     def follows(self, name: str) -> bool:

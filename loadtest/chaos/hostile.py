@@ -36,7 +36,7 @@ READS_S, EVERY_S, SLICE = 6.0, 0.1, 16  # how long a slow reader reads, how ofte
 
 @dataclass
 class Attack:
-    """What came of it; times are monotonic seconds. `left`: the client went, as it meant to."""
+    """The outcome of an attack; times are monotonic seconds. `left`: the client went, as it meant to."""
 
     kind: Kind
     route: str
@@ -249,7 +249,7 @@ async def _read_slowly(reader: asyncio.StreamReader) -> None:
 
 
 def told(status: int, content: bytes) -> tuple[Literal["refused", "answered", "untyped"], str, str]:
-    """What a complete answer to a posted attack comes to: outcome, code and message."""
+    """Outcome, code and message of a complete answer to a posted attack."""
     if status == 200:
         return "answered", "", content[:300].decode(errors="replace")
     try:
@@ -262,7 +262,7 @@ def told(status: int, content: bytes) -> tuple[Literal["refused", "answered", "u
 
 
 def complaints(attacks: Iterable[Mapping[str, Any]], windows: Iterable[Window]) -> list[str]:
-    """What of it counts against the server, in words: a request let in, an error without a type or that blames the
+    """Complaints about the server, in words: a request let in, an error without a type or that blames the
     server for good, a connection that broke while nothing was wrong with its gateway."""
     windows, said = list(windows), []
     for attack in attacks:

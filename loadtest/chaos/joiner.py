@@ -94,7 +94,7 @@ class Served:
 
 
 def served(logs: Iterable[Path], instances: Iterable[str]) -> list[Served]:
-    """What the gateways' logs say of these instances."""
+    """Requests to these instances, from the gateways' logs."""
     names = set(instances)
     lines = (line for log in logs for line in log.read_bytes().splitlines() if b'"instance"' in line)
     found = []
@@ -136,7 +136,7 @@ Excuse = tuple[float, float]
 def complaints(
     stays: Sequence[Stay], requests: Iterable[Served], past: Mapping[str, Sequence[Tenure]], excuses: Sequence[Excuse]
 ) -> list[str]:
-    """What counts against joiners, in words. `past`: by model; `excuses`: when something beside them was broken, and
+    """Complaints about joiners, in words. `past`: by model; `excuses`: when something beside them was broken, and
     gateways may not have heard of commits, or requests got lost with something else (unix seconds)."""
     said = [f"{stay.instance}: {stay.problem}" for stay in stays if stay.problem]
     of = {stay.instance: [s for s in stays if s.instance == stay.instance] for stay in stays}

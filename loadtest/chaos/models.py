@@ -1,4 +1,4 @@
-"""What the fleet serves: two models and an alias, where they run, and what their versions answer."""
+"""The models of the fleet: two and an alias, where they run, and what their versions answer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ REFUSED: tuple[Bad, ...] = ("nan", "inf")  # what staging must refuse; the third
 
 
 def token_of(model: str, version: int) -> int:
-    """What a good version of the model answers, whatever it is asked."""
+    """The token that a good version of the model answers, whatever it is asked."""
     return FIRST_TOKEN[model] + version % CHECKPOINTS
 
 
 def badness(version: int) -> Bad | None:
-    """What is wrong with the weights of a version, by its number. What a bad one answers is anybody's guess."""
+    """The flaw in the weights of a version, by its number. Answers of a bad one are anybody's guess."""
     kinds: tuple[Bad, ...] = (*REFUSED, "overflow")
     return kinds[version // BAD_EVERY % len(kinds)] if version % BAD_EVERY == BAD_EVERY - 1 else None
 
@@ -56,5 +56,5 @@ def placed(hosts: int, second: int) -> tuple[Placement, ...]:
 
 
 def models_file() -> dict[str, Any]:
-    """What `hotswap gateway --models` reads (JSON is YAML)."""
+    """The file that `hotswap gateway --models` reads (JSON is YAML)."""
     return {"models": [{"name": FIRST}, {"name": SECOND}], "aliases": {k: list(v) for k, v in ALIASES.items()}}

@@ -1,4 +1,4 @@
-"""What a trainer does to a fleet: it publishes versions and has them swapped in, over and over.
+"""The part of a trainer in a fleet: it publishes versions and has them swapped in, over and over.
 
 `python -m loadtest.chaos.publisher STORE MODEL SEED CHECKPOINT...`, one for each model. Small versions differ in one
 matrix, so they travel as differences; large ones in most of them, though not in what they answer. Some bring an
@@ -132,7 +132,7 @@ def swap(publisher: Publisher, given: Given, chance: random.Random, *, configure
 
 
 def swap_back(publisher: Publisher, chance: random.Random) -> None:
-    """What an operator does when users see nonsense. Raises WeightSyncError."""
+    """An operator's rollback when users see nonsense. Raises WeightSyncError."""
     time.sleep(chance.uniform(*BAD_S))
     try:
         publisher.rollback(timeout_s=WITHIN_S)

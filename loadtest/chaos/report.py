@@ -1,4 +1,4 @@
-"""What a run came to: figures for JSON, tables to look at."""
+"""The results of a run: figures for JSON, tables to look at."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def attacks(made: Sequence[Mapping[str, Any]], complaints: Sequence[str]) -> dic
 
 
 def stays(found: Sequence[Stay], requests: int, complaints: Sequence[str]) -> dict[str, Any]:
-    """What joiners did; `requests` is how many they had."""
+    """Figures of joiners; `requests` is how many they had."""
     starts = [s.ready - s.began for s in found if s.ready is not None]
     leaves = [s.gone - s.told for s in found if s.gone is not None and s.told is not None]
     return {
@@ -111,8 +111,8 @@ def stays(found: Sequence[Stay], requests: int, complaints: Sequence[str]) -> di
 
 
 def pushes(log: Path, since: float, empty: Sequence[tuple[float, float]] = ()) -> dict[str, int]:
-    """What a model's publisher said of its swaps from `since` (unix) on: how often each kind of version had which
-    outcome, over all its lives. Before that, and in the times `empty`, there may be no instance that could refuse one.
+    """Counts of a model's swaps by kind of version and outcome, from `since` (unix) on, over all lives of its
+    publisher. Before that, and in the times `empty`, there may be no instance that could refuse one.
     """
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
     said = [orjson.loads(line) for line in lines if line.endswith("}")]
@@ -168,7 +168,7 @@ def history(found: Sequence[Contradiction], path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Wrongs:
-    """What goes wrong beside answers and swaps: processes that `ended` though nobody had broken them, by name; the
+    """Faults beside those of answers and swaps: processes that `ended` though nobody had broken them, by name; the
     exit status of the `load` (if it is not 0, nothing else is known); complaints about `attacks` and `joiners`; how
     many versions were `let_in` that staging must refuse; what is `held` beyond the bounds; what in the `history`
     contradicts the rules."""
@@ -185,7 +185,7 @@ class Wrongs:
 def violations(
     found: Verdict, swap_figures: Mapping[str, Mapping[str, Any]], done: Sequence[Broken], wrongs: Wrongs
 ) -> list[str]:
-    """What broke a promise, in words; `swap_figures` are of each model."""
+    """Broken promises, in words; `swap_figures` are of each model."""
     said = [f"the clients ended with status {wrongs.load}: see above"] if wrongs.load else []
     said += [f"{name} ended by itself, {count} times" for name, count in wrongs.ended.items()]
     said += [f"{wrongs.let_in} versions that must be refused were swapped in"] if wrongs.let_in else []

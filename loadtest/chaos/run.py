@@ -81,7 +81,7 @@ class Run:
         self._heal()
 
     def missing(self, since: float = 0.0) -> list[str]:
-        """What the fleet lacks now; the cheap looks first, since the others take time while something is cut off."""
+        """Lacks of the fleet now. Cheap looks come first: the others take time while something is cut off."""
         stopped = [f"{name} does not run" for name, p in self._layout.processes.items() if not p.runs]
         read = [watch.now.at or 0.0 for watch in self._watches.values()]
         if self._lasts() or stopped or time.monotonic() - min(read) > FRESH_S:

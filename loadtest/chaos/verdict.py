@@ -1,4 +1,4 @@
-"""What breaks when, and what it must not cost."""
+"""Faults, when they come, and what they must not cost."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def breaks_gateways(what: str) -> bool:
 
 
 def judge(attempt: Mapping[str, Any], windows: Iterable[Window]) -> Judgement:
-    """What one attempt (a line of loadtest.chaos.clients) counts as."""
+    """The judgement of one attempt (a line of loadtest.chaos.clients)."""
     if attempt["outcome"] in ("answered", "untyped"):
         found: Judgement = attempt["outcome"]
         return found

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def shortcomings(course: Course, scene: Scene) -> list[str]:
-    """What the demo promises and this run did not keep; nothing, as a rule."""
+    """Promises of the demo that this run did not keep; none, as a rule."""
     found = [problem] if (problem := course.shortcoming(scene)) else []
     if scene.client.lost:
         found.append(f"the client lost {scene.client.lost} requests; the first: {scene.client.first_problem}")

@@ -86,7 +86,7 @@ def picture(course: Course, scene: Scene) -> RenderableType:
 
 
 def summary(course: Course, scene: Scene) -> RenderableType:
-    """What came of it; every number was measured in this run."""
+    """The results of the demo; every number was measured in this run."""
     client, swaps = scene.client, scene.swaps
     table = Table(title=f"{scene.seconds:.0f} s, from no model to a better one", show_header=False, min_width=72)
     table.add_column(style="dim")

@@ -19,7 +19,7 @@ NUMBERS = ("accuracy", "pass_at_")
 
 
 def figures(course: Course, scene: Scene) -> dict[str, Any]:
-    """What a run came to. Every number was measured in it."""
+    """The figures of a run. Every number was measured in it."""
     client, swaps = scene.client, scene.swaps
     longest_ms, _ = client.longest
     return {

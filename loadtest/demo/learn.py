@@ -65,7 +65,7 @@ steps:
 
 @dataclass
 class Seen:
-    """What users saw: answers, and right ones, by version; times are monotonic seconds."""
+    """Answers that users saw, and right ones, by version; times are monotonic seconds."""
 
     answers: Counter[int] = field(default_factory=Counter)
     right: Counter[int] = field(default_factory=Counter)
@@ -171,7 +171,7 @@ class LearnDemo:
             self.server.stop()
 
     def shortcomings(self) -> list[str]:
-        """What the demo promises and this run did not keep; nothing, as a rule."""
+        """Promises of the demo that this run did not keep; none, as a rule."""
         seen, found = self._users.seen, []
         good, bad = self.releases.get(2, {}), self.releases.get(3, {})
         if good.get("state") != "done":
@@ -289,7 +289,7 @@ class LearnDemo:
 
 
 def show(demo: LearnDemo, console: Console) -> None:
-    """What users saw, by version."""
+    """The table of what users saw, by version."""
     assert demo.users is not None
     names = {1: "fine-tuned on wrong sums", 2: "trained on the users' corrections", 3: "trained on a wrong reward"}
     ends: dict[int, str] = defaultdict(lambda: "served first")

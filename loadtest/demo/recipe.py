@@ -1,4 +1,7 @@
-"""What a demo builds, trains and asks: a base, and the recipe of the quick demo. loadtest/demo/real.py has another."""
+"""Courses of demos: a base of what one builds, trains and asks, and the recipe of the quick demo.
+
+The module loadtest/demo/real.py has another.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ class Course(ABC):
 
     @abstractmethod
     def shortcoming(self, scene: Scene) -> str:
-        """What the training promised and did not keep; empty as a rule."""
+        """The promise that the training did not keep; empty as a rule."""
 
     @abstractmethod
     def serve_again(self, run: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What has happened so far, as the demo shows it."""
+"""The events so far, as the demo shows them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Answer:
 
 
 class ClientStats:
-    """What the streaming clients saw. A gap is the time between two events that carried tokens of one answer."""
+    """Figures of the streaming clients. A gap is the time between two events that carried tokens of one answer."""
 
     def __init__(self) -> None:
         self.answers = self.tokens = self.failed = self.truncated = self.misattributed = 0
@@ -161,7 +161,7 @@ class Scene:
 
     @property
     def gain(self) -> float:
-        """What GRPO alone brought, in points of held-out accuracy."""
+        """The gain of GRPO alone, in points of held-out accuracy."""
         before = self.accuracy["fine-tuned" if "fine-tuned" in self.accuracy else "start"]
         return 100 * (self.accuracy["improved"] - before)
 

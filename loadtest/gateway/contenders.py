@@ -1,4 +1,4 @@
-"""Who is measured, under which loads, on which cores: this gateway, bare and in full, and the routers on PyPI."""
+"""The contenders, their loads and their cores: this gateway, bare and in full, and the routers on PyPI."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Cores:
-    """Which core each part runs on. With two, client and upstream share one; with one, all do."""
+    """The core of each part. With two cores, client and upstream share one; with one, all do."""
 
     proxy: int
     client: int

@@ -17,7 +17,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Seen:
-    """What the client saw in one run, what the contender (`cpu_s`, all its threads) and the machine used meanwhile."""
+    """Measurements of one run: of the client, of the contender (`cpu_s`, all its threads) and of the machine."""
 
     client: Mapping[str, float]
     quantiles: Mapping[str, list[float]]  # of latency_us, ttft_us, gap_us: p50, p90, p99, max

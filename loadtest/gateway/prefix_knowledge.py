@@ -107,7 +107,7 @@ class Seen:
         return tie_break(of.key, self.engine.number)
 
     def scrape(self, now: float) -> None:
-        """What the gateway asks for every SCRAPE_S: the load there, and the report."""
+        """The answers that the gateway asks for every SCRAPE_S: the load there, and the report."""
         self.others = sum(self.engine.running) - self.engine.running[self.gateway]
         if self.way == "reports":
             self.engine.ledger.take_in([self.engine.holdings.take()])

@@ -41,7 +41,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Target:
-    """What the gateway with everything on must meet. `at_most`: else `wanted` is the least."""
+    """A goal that the gateway with everything on must meet. `at_most`: else `wanted` is the least."""
 
     name: str
     wanted: float

@@ -1,4 +1,4 @@
-"""What came of a request, read from the bytes of its answer: the versions of its tokens, and how it ended.
+"""The outcome of a request, read from the bytes of its answer: the versions of its tokens, and how it ended.
 
 A request is one line of a history: `asked` is what it asks of swaps (policy, version, min_version), `outcome` is
 
@@ -254,7 +254,7 @@ def _body(request: httpx.Request) -> dict[str, Any]:
 
 
 def _asked(request: httpx.Request, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request asks of swaps, by header or by field."""
+    """Wishes of a request about swaps, by header or by field."""
     asked = body.get("hotswap")
     found = dict(asked) if isinstance(asked, dict) else {}
     for name in ("policy", "version", "min_version"):

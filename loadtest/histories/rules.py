@@ -1,4 +1,4 @@
-"""What the records of one model may become: the rules of the swap, over writes in their order.
+"""The rules of the swap: what the records of one model may become, over writes in their order.
 
 A simulated store feeds `Rules` each write before it does it, and the checker feeds it those of a recorded history. It
 needs no clock and no process: all it knows is what was written.
@@ -104,7 +104,7 @@ class Rules:
             self._commits(self.active)
 
     def unrest(self) -> str | None:
-        """What is not as it must be once nothing fails any more and all has come to rest."""
+        """A fault that is left once nothing fails any more and all has come to rest."""
         swap, target, committed = self.swap, self._record(TargetRecord, self.keys.target), self.active
         if swap is not None and in_flight(swap):
             return f"the swap stays in phase {swap.phase}"

@@ -58,7 +58,7 @@ class Members:
         return f"etcd://{','.join(f'{self.hosts.address(h)}:{CLIENTS}' for h in order)}/{namespace}"
 
     def command(self, host: int) -> list[str]:
-        """What starts the member of a host, the first time and again. A write does not wait for a disk."""
+        """The command that starts the member of a host, the first time and again. A write does not wait for a disk."""
         client = f"http://{self.hosts.address(host)}:{CLIENTS}"
         arguments = {
             "listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": self._peer(host),

@@ -86,7 +86,7 @@ def shaped_link(gbit: float | None) -> Iterator[Link]:
 
 
 def limit(namespace: str, device: str, gbit: float) -> None:
-    """What leaves by `device` of `namespace` does not exceed `gbit` Gbit/s. Raises LinkUnavailable."""
+    """Traffic that leaves by `device` of `namespace` does not exceed `gbit` Gbit/s. Raises LinkUnavailable."""
     burst = int(max(256e3, gbit * 1e9 / 8 / 250))  # what passes in a tick of the coarsest kernel timer
     bucket = ["tbf", "rate", f"{gbit:g}gbit", "burst", str(burst), "latency", "20ms"]
     _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)

@@ -35,7 +35,7 @@ def ip(*words: str, check: bool = True) -> str:
 
 
 def new_prefix() -> str:
-    """What the names of one set of hosts begin with."""
+    """The prefix of the names of one set of hosts."""
     return f"ht{os.getpid()}{next(_LETTERS)}"
 
 
@@ -250,7 +250,7 @@ class Program:
         self.process = hosts.run(host, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def line(self) -> str:
-        """What it says next, "" when it has ended."""
+        """The next line of the process, "" when it has ended."""
         assert self.process.stdout is not None
         return str(self.process.stdout.readline()).strip()
 

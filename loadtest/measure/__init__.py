@@ -1,1 +1,1 @@
-"""What figures are made of: the machine they belong to, CPU time, gaps between tokens, charts."""
+"""The parts of figures: the machine they belong to, CPU time, gaps between tokens, charts."""

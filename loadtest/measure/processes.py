@@ -1,4 +1,4 @@
-"""What processes and all that they have started take of CPU and memory, and on which cores they may run."""
+"""CPU and memory that processes and all that they have started take, and the cores on which they may run."""
 
 from __future__ import annotations
 

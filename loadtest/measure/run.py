@@ -1,4 +1,4 @@
-"""What every benchmark begins and ends with: a server, checkpoints that tell who wrote a token, the file of figures."""
+"""The begin and the end of every benchmark: a server, checkpoints that tell who wrote a token, the file of figures."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differences(live: nn.Module, reference: nn.Module, dtype: torch.dtype) -> list[str]:
-    """What a model that was swapped has otherwise than one that was loaded, and which of its layers compute otherwise.
+    """Differences of a model that was swapped from one that was loaded, and those of its layers that compute otherwise.
 
     A layer of which `model/layout.py` chooses the kernel keeps its weights elsewhere: there the outputs count.
     """

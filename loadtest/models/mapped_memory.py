@@ -1,7 +1,7 @@
 """Linux's virtual memory, managed as by CUDA's driver, for `weightsync/vllm_engine/device/mapping.py`.
 
 Reserved addresses are a mapping that nobody may touch, a handle is a memfd, and mapping it is mmap with MAP_FIXED: what
-reads an address that is unmapped dies by a signal. What CUDA refuses is refused here.
+reads an address that is unmapped dies by a signal. Calls that CUDA refuses are refused here.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HostDriver:
 
 
 def _map(address: int | None, nbytes: int, flags: int, handle: int) -> int:
-    """Nobody may touch it before it is allowed."""
+    """The address of a mapping that must not be touched before it is allowed."""
     found: int | None = _libc.mmap(address, nbytes, NONE, flags, handle, 0)
     if found is None or found == FAILED:
         raise RuntimeError(os.strerror(ctypes.get_errno()))

@@ -19,7 +19,7 @@ from weightsync.vllm_engine.staging.stager import DEFAULT, Rules, StageOrder, St
 
 @dataclass
 class Worker:
-    """What a vLLM worker has, for one checkpoint directory and one (pretended) tensor-parallel rank."""
+    """The parts of a vLLM worker, for one checkpoint directory and one (pretended) tensor-parallel rank."""
 
     model: Any
     vllm_config: Any

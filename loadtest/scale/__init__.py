@@ -1,1 +1,1 @@
-"""What a swap costs a cluster that does not exist: the planner of weightsync/peer in a simulated network."""
+"""The cost of a swap to a cluster that does not exist: the planner of weightsync/peer in a simulated network."""

@@ -61,7 +61,7 @@ def all_ways(scenario: Scenario) -> dict[str, Scenario]:
 
 
 def _both(scenario: Scenario) -> dict[str, Scenario]:
-    """What peers do, and how it would be without the trees."""
+    """The scenario as peers do it, and as it would be without the trees."""
     return {"trees": scenario, "swarm": replace(scenario, way="swarm")}
 
 
@@ -125,7 +125,7 @@ def simulated(scenario: Scenario) -> dict[str, Any]:
 
 
 def _control(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
-    """What receivers ask of holders besides chunks; an answer carries a bitmap."""
+    """Requests of receivers to holders besides those for chunks; an answer carries a bitmap."""
     bitmap = -(-(scenario.chunks // 8) * 4 // 3)
     return {
         "reads": outcome.reads,

@@ -74,7 +74,7 @@ class Scenario:
 
     @property
     def host_nbytes(self) -> int:
-        """What one host needs of a version."""
+        """The bytes of a version that one host needs."""
         divided = (1 - self.shared) / self.hosts_per_instance
         share = 1.0 if self.hosts_per_instance == 1 else self.shared + divided
         return int(self.version_nbytes * share)
@@ -281,7 +281,7 @@ class Links:
             self._enter(host, self._shards[host.shard][before].number if before >= 0 else 0)
 
     def _ask(self, host: Host, number: int, now: float) -> Holder:
-        """What a holder has by now."""
+        """A holder, with the chunks that it has by now."""
         self._outcome.asked += 1
         key = number, host.shard
         have = self._have(number, host.shard)
@@ -343,7 +343,7 @@ class Links:
 
 
 def _part(scenario: Scenario, source: int, shard: int) -> Bitmap | None:
-    """What a source has of a shard: of all chunks of all shards, each source has as many, side by side."""
+    """The chunks of a shard that a source has: of all chunks of all shards, each source has as many, side by side."""
     if scenario.sources == 1:
         return None
     chunks = scenario.chunks

@@ -1,4 +1,4 @@
-"""What one swap writes into the store, counted: a real publisher, coordinator and agents, whose engines do nothing.
+"""Writes of one swap into the store, counted: a real publisher, coordinator and agents, whose engines do nothing.
 
 The counts of two fleets of different sizes give what an instance adds and what is there without any; all records and
 their sizes grow with the number of instances in no other way. The copies that peers announce are added to them.
@@ -146,7 +146,7 @@ def _weights(step: int) -> list[tuple[str, Any]]:
 
 
 async def _written(store: Store, since: int) -> tuple[Written, dict[str, int]]:
-    """What was written from a revision on, and how many keys of each kind."""
+    """Writes from a revision on, and how many keys of each kind."""
     keys = Keys(MODEL)
     root, other = await _events(store, keys.root, since), await _events(store, keys.history, since)
     followed = [event for event in root if event[0] == keys.active or event[0] >= keys.swap]

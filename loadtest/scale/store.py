@@ -1,4 +1,4 @@
-"""What etcd and the processes that follow it can do on this machine: a real etcd of one member, and its own CPU time.
+"""The capacity of etcd and of the processes that follow it here: a real etcd of one member, and its own CPU time.
 
 Clients, etcd and everything else share the machine, so times say little; CPU seconds per write and per event do.
 """
@@ -115,7 +115,7 @@ class Follower:
 
 
 def follower(instances: int, events: int = 200) -> Follower:
-    """What the coordinator's board and decision cost it when an instance's record has changed."""
+    """The cost of the coordinator's board and decision when an instance's record has changed."""
     keys, never = Keys("bench"), 1e12
     records = [
         InstanceRecord(f"instance-{n:04d}", f"http://10.0.{n >> 8}.{n & 255}:8000", "SERVING") for n in range(instances)

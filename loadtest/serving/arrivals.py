@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass
 class Seen:
-    """What became of one request. `first`: seconds to the first token; `gap`: mean seconds between tokens."""
+    """The outcome of one request. `first`: seconds to the first token; `gap`: mean seconds between tokens."""
 
     name: str
     at: float

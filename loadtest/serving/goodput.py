@@ -12,7 +12,7 @@ from loadtest.serving.arrivals import CUT, Seen
 
 @dataclass(frozen=True)
 class Target:
-    """What a good answer is: its first token in time, and on average its other tokens (seconds)."""
+    """The limits of a good answer, in seconds: to its first token, and on average between its other tokens."""
 
     first_s: float
     gap_s: float

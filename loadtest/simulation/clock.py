@@ -24,7 +24,7 @@ TURN_S = 1e-9  # of a loop
 
 
 class Clock:
-    """Seconds. What is due at the same time happens in the order in which it was asked for."""
+    """Seconds. Calls that are due at the same time happen in the order in which they were asked for."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

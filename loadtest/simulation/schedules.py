@@ -126,7 +126,7 @@ def schedule(world: type[World], seed: int, steps: int) -> list[Move]:
 
 
 def play(world: type[World], seed: int, moves: Iterable[Move]) -> Counter[str]:
-    """What happened. Raises Violation, and what the code that is tried raises."""
+    """Counts of what happened. Raises Violation, and what the code that is tried raises."""
     clock, disabled = Clock(EPOCH), logging.root.manager.disable
     logging.disable()
     with determined(clock, seed):

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ModelStore:
-    """What `weightsync.store` promises, and nothing more: one transaction may be several events of one revision.
+    """The promises of `weightsync.store`, and no others: one transaction may be several events of one revision.
 
     Watchers read `events` from an index of their own, as late as they like.
     """
@@ -191,7 +191,7 @@ class Client:
         self.away = True
 
     async def _call(self, do: Callable[[], T]) -> T:
-        """What is cut off between the write and its answer is written, and nobody knows."""
+        """A call that is cut off between the write and its answer is written, and nobody knows."""
         await asyncio.sleep(self.latency_s)
         self._require()
         found = do()

@@ -1,4 +1,4 @@
-"""What clients see of swaps of this checkout and of another, in pairs: `hotswap bench swap --against DIRECTORY`.
+"""Clients' view of swaps of this checkout and of another, in pairs: `hotswap bench swap --against DIRECTORY`.
 
 Both servers run at the same time, and streams go to one of them at a time. A visit alternates quiet time and swaps
 under these streams, as the benchmark of one checkout does (stall.py).

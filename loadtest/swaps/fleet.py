@@ -64,7 +64,7 @@ CASES = (Case(1, 1, ("together",)), Case(2, 1), Case(4, 1), Case(1, 2, ("togethe
 
 @dataclass
 class Seen:
-    """What one case showed; windows on the monotonic clock, `asked_at` by version, times in ms, rates in GB/s."""
+    """Measurements of one case; windows on the monotonic clock, `asked_at` by version, times in ms, rates in GB/s."""
 
     quiet: list[Window] = field(default_factory=list)
     swapping: list[Window] = field(default_factory=list)

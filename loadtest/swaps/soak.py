@@ -124,7 +124,7 @@ class Swapper:
 
 
 def usage(server: Server) -> Usage:
-    """What the server's processes hold now."""
+    """Resources that the server's processes hold now."""
     processes = [p for child in server.children.values() if child.alive for p in tree(child.process.pid)]
     return Usage(
         shm=sum(f.stat().st_blocks * 512 for f in server.arena.iterdir()),

@@ -1,4 +1,4 @@
-"""What a client of 16 streams sees of a weight swap: with none, with hotswap, and with vLLM's own pause and reload.
+"""Gaps that a client of 16 streams sees: with no weight swap, with hotswap's, and with vLLM's own pause and reload.
 
 All in one run on one machine: windows without and with swaps alternate on one server, so that its drift touches both
 alike; then the same streams run against a server that stages in the other way, fast or smooth, and against stock vLLM.
@@ -43,7 +43,7 @@ VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memo
 
 @dataclass
 class Windows:
-    """What the swaps of one server showed: windows on the monotonic clock, and times in ms unless their names say
+    """Measurements of one server's swaps: windows on the monotonic clock, and times in ms unless their names say
     otherwise."""
 
     quiet: list[Window] = field(default_factory=list)
@@ -190,7 +190,7 @@ def drive(
 
 
 def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
-    """What the streams saw of both."""
+    """Figures of both, as the streams saw them."""
     (gaps, windows, lost), (stock_gaps, stock_windows, stock_lost) = ours, stock
     stall = stall_ms(gaps, windows)
     stock_stall = stall_ms(stock_gaps, stock_windows)

@@ -1,4 +1,4 @@
-"""What training costs and whether it learns.
+"""The cost of training, and whether it learns.
 
 learning/         held-out accuracy by step, for every algorithm: `hotswap bench learning`
 rl_step/          one GRPO step under each schedule, and TRL's

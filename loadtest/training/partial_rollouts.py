@@ -46,7 +46,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "async": {"name": "async", "max_lag": 2},
 }
 
-# What goes on is read in one piece, so that no step of the engine is spent on a part of it.
+# Answers that go on are read in one piece, so that no step of the engine is spent on a part of one.
 UNCUT = ("--max-num-batched-tokens", "65536")
 
 Figures = dict[str, Any]
@@ -115,7 +115,7 @@ def run(json: Path | None, *, small: bool = False) -> Figures:
 
 
 def config(sizes: Sizes, work: Path, url: str, store: str, schedule: str, budget: int | None) -> dict[str, Any]:
-    """What the trainer is given. The two ways of a schedule differ in the budget alone."""
+    """The trainer's configuration. The two ways of a schedule differ in the budget alone."""
     name = name_of(schedule, budget)
     rollout: dict[str, Any] = {"max_tokens": sizes.max_tokens}
     return {
@@ -154,7 +154,7 @@ async def begins_right(prompt: str, answer: str, expected: str) -> float:
 
 
 def row(schedule: str, budget: int | None, metrics: Path, sizes: Sizes) -> Figures:
-    """What a run came to: medians and rates over the steps after the warm-up."""
+    """The figures of a run: medians and rates over the steps after the warm-up."""
     steps: list[Step] = read_steps(metrics)[sizes.warm_up - 1 :]
     events = [jsonlib.loads(line) for line in metrics.read_text().splitlines()]
     accuracies = [event["accuracy"] for event in events if event["event"] == "eval"]

@@ -118,7 +118,7 @@ def _configuration(root: Path, model: Path, server: Server, steps: int, level: i
 
 
 def _budget_gib(model: Path) -> float:
-    """What the phase that needs most takes: training, with weights, gradients and two moments, or serving."""
+    """Memory of the phase that needs most: training, with weights, gradients and two moments, or serving."""
     from trainer.megatron.hf_config import load_shape
 
     weights = load_shape(model).parameters * 4

@@ -1,7 +1,7 @@
 """How much of a model changes in one training step: real fine-tuning and GRPO through a live server, published in bf16.
 
 The trainer keeps fp32 main weights and publishes after every step; every version is copied out of its slot before it is
-retired. What a step changes in bf16 depends on the learning rate above all: an update far below half a unit in the last
+retired. Changes of a step in bf16 depend on the learning rate above all: an update far below half a unit in the last
 place rounds away until enough of them add up. So each algorithm runs at the recipe's rate, which is one for a model of
 a million parameters, and at one as it is used on large models.
 """
@@ -117,7 +117,7 @@ def measure(work: Path) -> dict[str, Any]:
 
 
 def _in_bf16(model: Path, target: Path) -> Path:
-    """What the server starts from: the published versions must have its element type."""
+    """The checkpoint that the server starts from: the published versions must have its element type."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model, target)

@@ -94,7 +94,7 @@ class Fleet:
         self._stack.close()
 
     def _on_links(self, stack: contextlib.ExitStack, directory: Path) -> list[Begin]:
-        """What starts a peer on each host; every RACK receivers are a rack."""
+        """Functions that start a peer on each host; every RACK receivers are a rack."""
         assert self._gbit is not None
         certificates = self_signed(directory / "tls")
         self._tls = ClusterTls(certificates)
@@ -153,7 +153,7 @@ class Fleet:
         return time.monotonic() - started
 
     def from_source(self) -> float:
-        """Which part of what the receivers have read so far came from the source itself."""
+        """The share of what the receivers have read so far that came from the source itself."""
         read = [_received(copy.address, self._tls) for copy in self._addresses().values()]
         return sum(found.get(SOURCE, 0.0) for found in read) / sum(sum(found.values()) for found in read)
 
@@ -201,7 +201,7 @@ def _peer(host: str, store: str, directory: Path, chunk: int, begin: Begin) -> I
 
 @contextlib.contextmanager
 def _chunks_of(nbytes: int) -> Iterator[None]:
-    """What is published here meanwhile is cut into chunks of that size, as small as these versions are."""
+    """Versions that are published here meanwhile are cut into chunks of that size, as small as these versions are."""
     before, manifest.CHUNK = manifest.CHUNK, nbytes
     try:
         yield
@@ -234,7 +234,7 @@ def _tensors(weights: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _slices(places: int, nbytes: int) -> tuple[Slices, ...]:
-    """What the hosts of each place need: tensors one after the other, as a stage of a pipeline does."""
+    """Slices that the hosts of each place need: tensors one after the other, as a stage of a pipeline does."""
     tensors = _tensors(np.empty(nbytes // 4, np.float32))
     schema = manifest.schema_of((name, "float32", array.shape) for name, array in tensors.items())
     parts = np.array_split(np.array(sorted(tensors)), places)

@@ -1,4 +1,4 @@
-"""What clients see while every pod is replaced, one after the other."""
+"""Clients' view while every pod is replaced, one after the other."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Load:
             raise CliError("the clients have ended early; their reason is above")
 
     def stop(self) -> dict[str, Any]:
-        """What they saw, once their last answers have come. Raises CliError."""
+        """The clients' report, once their last answers have come. Raises CliError."""
         output, _ = self._process.communicate("stop\n", timeout=END_S)
         if self._process.returncode != 0:
             raise CliError(f"the clients ended with status {self._process.returncode}; their reason is above")
@@ -343,7 +343,7 @@ def summed_up(seen: dict[str, Any], upgrade: Upgrade, seconds: float) -> dict[st
 
 
 def of_clients(seen: Mapping[str, Any], begun: float) -> dict[str, Any]:
-    """What a report says of requests, whatever was upgraded."""
+    """The figures of a report about requests, whatever was upgraded."""
     tally = seen["tally"]
     return {
         "requests": sum(seen["requests"].values()),

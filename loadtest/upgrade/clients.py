@@ -114,7 +114,7 @@ AFTER_FAILURE_S = 0.2
 
 @dataclass(frozen=True)
 class Kind:
-    """What one client asks for: tokens from `least` to `most`; it waits up to `pause_s` between two requests."""
+    """Requests of one client, for `least` to `most` tokens. The client waits up to `pause_s` between two."""
 
     path: str
     least: int
@@ -169,7 +169,7 @@ class Answer:
 
 @dataclass
 class Seen:
-    """What all clients saw. `arrivals`: monotonic seconds of events with tokens, None before each answer's first."""
+    """Results of all clients. `arrivals`: monotonic seconds of events with tokens, None before each answer's first."""
 
     tally: Tally = field(default_factory=Tally)
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))

@@ -1,4 +1,4 @@
-"""What clients see while a fleet goes from one release to the next: `hotswap bench upgrade --since REVISION`.
+"""Clients' view while a fleet goes from one release to the next: `hotswap bench upgrade --since REVISION`.
 
 Two hosts on one machine, an etcd, and on each host a peer, a gateway and an instance of the release at REVISION of
 this repository; a publisher, which signs. One process after the other is replaced by one of this checkout, under load.
@@ -282,7 +282,7 @@ class Crossing:
         self._asked("rolling", TOO_SOON_S, must=self.state == "all are new")
 
     def use(self) -> None:
-        """What only the new release has."""
+        """Features that only the new release has."""
         self.state = "afterwards"
         self._note("trial", self._trial)
         self._note("leaves_at", self._announced)
@@ -386,7 +386,7 @@ class Crossing:
 
 
 def _token(port: int, model: str) -> int:
-    """What that model answers."""
+    """The token that the model answers."""
     body = {"model": model, "prompt_token_ids": [5, 6], "max_tokens": 1, "temperature": 0, "stream": False}
     answer = httpx.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60.0)
     answer.raise_for_status()

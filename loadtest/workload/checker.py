@@ -23,7 +23,7 @@ EXAMPLES = 5
 
 @dataclass
 class Tally:
-    """What all clients saw."""
+    """Counts of what all clients saw."""
 
     answers: int = 0
     tokens: int = 0

@@ -54,7 +54,7 @@ def streaming(url: str, model: str, streams: int, seconds: float) -> Iterator[su
 
 
 def last_line(client: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
-    """What a client of `streaming` saw, once it has ended. Raises CliError if it ended otherwise."""
+    """The report of a client of `streaming`, once it has ended. Raises CliError if it ended otherwise."""
     output, _ = client.communicate(timeout=timeout_s)
     lines = output.strip().splitlines()
     if client.returncode != 0 or not lines:

@@ -36,7 +36,7 @@ class Until:
 
 @dataclass
 class Record:
-    """What one stream saw. A NaN among the arrivals separates answers: the time between two is not a stall."""
+    """Measurements of one stream. A NaN among the arrivals separates answers: the time between two is not a stall."""
 
     arrivals: list[float] = field(default_factory=list)
     first_seen: dict[int, float] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 hotswap bench learning --json docs/benchmarks/learning.json --docs docs/learning.md
 
 One server (gateway, vLLM, swaps) serves all runs of a task, one after the other; every run publishes into it and is
-evaluated by greedy answers to problems it never trained on. What a run learned is what its curve says: a run whose last
+evaluated by greedy answers to problems it never trained on. The curve of a run says what it learned: a run whose last
 accuracy is not `LEAST_GAIN` above its first is reported as one that did not learn, a run that failed with its error.
 """
 

@@ -1,4 +1,4 @@
-"""What the learning benchmark trains: three tasks whose answers can be checked, and the ways of learning them.
+"""The tasks of the learning benchmark: three whose answers can be checked, and the ways of learning them.
 
 A model of about a million parameters, random at first. `base` is fine-tuned on data most of which makes a systematic
 mistake (one too many; parentheses forgotten; a guess where a tool should be asked), so that it answers wrong with

@@ -46,7 +46,7 @@ def engine_args(task: Task) -> tuple[str, ...]:
 
 
 def config(task: Task, model: Path, url: str, schedule: str, reward: str, metrics: Path) -> dict[str, Any]:
-    """What the trainer is given. Correction is on where samples are older than the weights they train."""
+    """The trainer's configuration. Correction is on where samples are older than the weights they train."""
     algorithm: dict[str, Any] = {"name": "grpo", "samples_per_prompt": task.samples}
     if schedule != "colocated":
         algorithm["correction"] = {"kind": "truncated", "max_lag": 2}

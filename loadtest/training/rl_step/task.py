@@ -1,4 +1,4 @@
-"""What every contender trains: a small random model on sums of three digits, whose answers have long-tailed lengths.
+"""The task of every contender: a small random model on sums of three digits, whose answers have long-tailed lengths.
 
 The model has 16 tokens and random weights, so an answer ends at each token with a chance of about one in sixteen: a
 mean of 16 tokens, and some that run into the limit, as a batch of real answers has. The learning rate is too small to
@@ -59,7 +59,7 @@ DATA = {"kind": "arithmetic", "operands": 3, "largest": LARGEST_DIGIT}
 
 
 def value(answer: str, expected: str) -> float:
-    """What an answer is worth: the share of the expected sum's digits that it begins with."""
+    """The worth of an answer: the share of the expected sum's digits that it begins with."""
     hits = sum(a == b for a, b in zip(answer, expected, strict=False))
     return hits / max(len(expected), 1)
 

@@ -77,7 +77,7 @@ def records(model: Path, task: Task) -> Dataset:
 
 
 def adapter(task: Task) -> Any:
-    """What ours trains, as PEFT's configuration; None where all weights are trained."""
+    """The adapter that ours trains, as PEFT's configuration; None where all weights are trained."""
     from peft import LoraConfig
 
     layers: list[str] = list(LINEAR_LAYERS)

@@ -61,7 +61,7 @@ def join(site: Site, number: int) -> dict[str, float]:
 
 
 def split(at: Mapping[str, float], peer_log: str, stage_ms: float | None) -> dict[str, float]:
-    """What `join` returns, of moments since the start: `copied`, `up`, `serving`, `token`."""
+    """The times that `join` returns, from moments since the start: `copied`, `up`, `serving`, `token`."""
     fetch = FETCHED.search(peer_log)
     return {
         "engine_up": at["up"],

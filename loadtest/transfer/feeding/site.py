@@ -80,7 +80,7 @@ class Site:
         return ActiveRecord.from_json(found.value) if found is not None else None
 
     def copy(self, host: str) -> CopyRecord | None:
-        """What a host's peer says of the version there."""
+        """The record of a host's peer about the version there."""
         return next((c for c in parsed(KEYS, self._store.list(KEYS.copies)[0]) if c.host == host), None)
 
     def instance(self, host: str) -> InstanceRecord | None:
