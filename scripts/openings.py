@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("weightsync", "server", "trainer", "scripts", "examples", "loadtest")
+PACKAGES = ("weightsync", "server", "trainer", "loadtest", "scripts", "examples", "tests")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 GENERATED = ("docs/options.md", "docs/reference")
 OPENING = re.compile(r"(?:^|(?<=[.!] ))(?:What|Which|Who|Whoever|Whatever|Nobody|Somebody)\b[^.?]*\.?(?!\?)")

@@ -101,7 +101,8 @@ def live(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         yield server
 
 
-# What a canary is asked. say-0, say-1 and say-3 answer these words: the tokenizer is loadtest/models/checkpoints.py's.
+# Questions for a canary. Models say-0, say-1 and say-3 answer these words: the tokenizer is
+# loadtest/models/checkpoints.py's.
 PROBES = """
 - {name: words, prompt: [3, 4, 5], max_tokens: 4, expect: {regex: "^(w100|w101|w103)+$"}, min_mean_logprob: -5}
 - {name: text, prompt: "abc", max_tokens: 2}

@@ -20,13 +20,13 @@ from weightsync import SyncStore
 from weightsync.control.records import Keys, SwapRecord
 
 TOKENS = 120
-# What a client may see whose answer was under way on the instance that died; all of them can be asked again.
+# Faults that a client may see whose answer was under way on the instance that died; after all of them it can ask again.
 CUT = {"upstream_died", "instance_unreachable", "engine_error", "engine_died", "RemoteProtocolError", "ReadError"}
 
 
 @dataclass
 class Seen:
-    """What the clients got: (version, token) pairs, whole answers, and every fault by its code."""
+    """Answers that the clients got: (version, token) pairs, whole answers, and every fault by its code."""
 
     tokens: list[tuple[int, int]] = field(default_factory=list)
     answers: int = 0
@@ -122,7 +122,7 @@ class Fleet:
         return core
 
     def revive(self) -> None:
-        """What `hotswap up` does all the time: start again what has ended."""
+        """A restart of all processes that have ended, as `hotswap up` does all the time."""
         self.live.processes.restart_ended()
 
     def mended(self) -> bool:

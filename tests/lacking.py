@@ -1,5 +1,5 @@
-"""What a machine may lack. Installed programs belong to CI, where a test without them fails; of a kernel or a CPU
-nothing can be asked, and what they cannot do skips a test everywhere."""
+"""Features that a machine may lack. Installed programs belong to CI, where a test without them fails; of a kernel or a
+CPU nothing can be asked, and what they cannot do skips a test everywhere."""
 
 from __future__ import annotations
 

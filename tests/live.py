@@ -82,7 +82,7 @@ class LiveServer:
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
-        """What the store and clients see meanwhile must not contradict the rules; $HOTSWAP_HISTORIES keeps the file."""
+        """Observations of the store and clients must not contradict the rules; $HOTSWAP_HISTORIES keeps the file."""
         state, port, began = self.processes.state_dir, self.processes.config.port, time.time()
         path = Path(os.environ.get("HOTSWAP_HISTORIES", state)) / f"{self.name}-{port}-{began:.0f}.jsonl"
         gateway, log = self.processes.children["gateway"].process, Log(path)

@@ -95,7 +95,7 @@ def uses(expr: Any, grouped: frozenset[str] = frozenset()) -> Iterator[Use]:
 
 
 def faults(page: Page, prefix: str) -> list[str]:
-    """What queries of series with that prefix ask for that is not on the page."""
+    """Series, labels and values that queries of series with that prefix ask for and that are not on the page."""
     found = []
     for where, query in queries():
         for use in uses(parsed(query)):

@@ -1,4 +1,4 @@
-"""Packages of other projects that only tests run or read. What pip has brought stays in the virtual environment.
+"""Packages of other projects that only tests run or read. Files that pip has brought stay in the virtual environment.
 
 Clients lie in a folder (requirements/clients.txt), servers in a virtual environment of their own
 (requirements/servers.txt). Of a distribution in PINNED nothing is installed:

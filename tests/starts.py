@@ -40,7 +40,7 @@ _SERVER_OF = {f"tests/{file}.py": name for name, files in (("live", _LIVE), ("pa
 
 
 def scope(nodeid: str) -> str:
-    """What one worker runs as a whole: the files that share a server, or a file."""
+    """Files that one worker runs as a whole: those that share a server, or a single one."""
     path = nodeid.partition("::")[0]
     return _SERVER_OF.get(path, path)
 
@@ -99,7 +99,7 @@ def by_file() -> Counter[str]:
 
 
 def fault(config: pytest.Config) -> str:
-    """What is wrong with the starts of this run, if it is one of the whole first tier."""
+    """The fault in the starts of this run, if it is one of the whole first tier."""
     whole = [Path(arg).resolve() for arg in config.args] == [_ROOT]
     chosen = config.getoption("keyword") or config.getoption("collectonly")
     if not whole or chosen or "not broad" not in config.getoption("markexpr"):

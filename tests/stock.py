@@ -1,4 +1,4 @@
-"""What a fresh, stock vLLM engine says: the reference that swapped and rolled back weights are held against.
+"""Answers of a fresh, stock vLLM engine: the reference that swapped and rolled back weights are held against.
 
 One process of a run has them all, one after the other: each is made for a question, and gone when it is answered.
 """

@@ -53,7 +53,7 @@ def blocks(section: str, language: str = "python", page: str = PAGE) -> list[str
 
 
 def run(name: str, code: str) -> dict[str, Any]:
-    """What the code defines, as a module of that name."""
+    """The names that the code defines, as a module of that name."""
     module = types.ModuleType(name)
     sys.modules[name] = module  # msgspec looks its annotations up there
     exec(compile(code, f"docs/extend.md: {name}", "exec", dont_inherit=True), module.__dict__)

@@ -47,7 +47,7 @@ class Instance:
 
 @pytest.fixture
 async def page(tmp_path: Path) -> Page:
-    """What a gateway offers after a little of everything."""
+    """The page that a gateway offers after a little of everything."""
     instance = Instance()
     settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=10.0, max_in_flight=1)
     with running_gateway(tmp_path, upstream=settings) as gateway:
@@ -61,7 +61,7 @@ async def page(tmp_path: Path) -> Page:
             depths = (await gateway.ask(get("/metrics"))).body.decode()
             instance.free.set()
             await asyncio.gather(*waiting)
-            # What takes a fleet that dies, or is overrun, to come about; the words are those of the code.
+            # Counts that take a fleet that dies, or is overrun, to come about; the words are those of the code.
             stats.holds["fleet", "served"] += 1
             gate.outcomes.update((0, outcome) for outcome in ("served", "refused", "displaced", "timed_out"))
             assert all(f'"{outcome}"' in inspect.getsource(queue_gate) for _, outcome in gate.outcomes)

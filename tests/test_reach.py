@@ -1,5 +1,5 @@
-"""Which tests a change reaches (scripts/reach.py), on small trees and on this one. And engine starts, which are counted
-by process and named after the test that asked for them."""
+"""Tests that a change reaches (scripts/reach.py), on small trees and on this one. Engine starts are counted by process,
+and named after the test that asked for them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the README says works: its Python runs, its commands and files exist. In docs/security.md the commands make
-certificates that members accept, and the tables say what the code does."""
+"""The README's Python runs, and its commands and files exist. Commands in docs/security.md make certificates that
+members accept, and its tables say what the code does."""
 
 from __future__ import annotations
 

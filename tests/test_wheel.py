@@ -1,5 +1,5 @@
-"""What `pip install` of the built wheels gives: a `hotswap` that serves, publishes and trains, away from the checkout;
-and of the client's wheel alone, a publisher.
+"""Programs that `pip install` of the built wheels gives: a `hotswap` that serves, publishes and trains, away from the
+checkout; and of the client's wheel alone, a publisher.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tests are of the first tier, and in which order files run.
+"""Tests of the first tier, and the order in which files run.
 
 The first tier is what a change waits for. A test marked `broad` is of the second; of a test marked `sample(n)` n cases
 are of the first. `make test RECORD=1` and `make broad RECORD=1` write the seconds of each file into SECONDS, by tier.

@@ -1,7 +1,7 @@
 """Waiting for what another task, thread or process does: ask again and again, and say what did not happen in time.
 
-`await eventually(...)` on an event loop, `wait_until(...)` elsewhere. Both return what the condition returned. What is
-not said is the condition's own source.
+`await eventually(...)` on an event loop, `wait_until(...)` elsewhere. Both return what the condition returned. The
+condition's own source stands for a text that is not given.
 """
 
 from __future__ import annotations

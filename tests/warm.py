@@ -79,7 +79,7 @@ def warm(kind: str) -> Forks:
 
 
 def connected(kind: str) -> Forks:
-    """By a connection of its own. What it has started is killed when the connection ends.
+    """Forks over a connection of their own. Processes that they have started are killed when the connection ends.
 
     Returns when the warm process has imported what it is to import, which no time limit of a test is meant for.
     """

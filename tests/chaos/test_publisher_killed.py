@@ -1,6 +1,6 @@
 """A trainer is killed with SIGKILL at every step of a publish, and at moments nobody chose.
 
-Whatever the moment: the active version stays whole, nothing half-written is ever visible, the slot is used again.
+The active version stays whole at every moment, nothing half-written is ever visible, and the slot is used again.
 """
 
 from __future__ import annotations

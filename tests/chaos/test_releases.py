@@ -1,5 +1,5 @@
-"""Releases under fault: three vLLM instances, two gateways, a real etcd, a real reward server. Whatever dies, no client
-fails but those whose answer it was, and the fleet ends on the version that is good."""
+"""Releases under fault: three vLLM instances, two gateways, a real etcd, a real reward server. Clients fail only
+if their answer was on a process that died, and the fleet ends on the version that is good."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_gateway_that_leads_dies_between_the_evidence_and_the_rollback(fleet
 
 
 def test_the_store_is_killed_in_the_middle_of_a_step(fleet: Fleet, store: SyncStore) -> None:
-    """What gateways count meanwhile is evidence when it is back."""
+    """Counts that gateways make meanwhile are evidence when the store is back."""
     release = Release(fleet, store, HARMFUL)
     release.until("judging")
     fleet.etcd.kill()

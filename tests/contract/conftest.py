@@ -46,7 +46,7 @@ def gap(*values: Any, reason: str) -> Any:
 
 
 def check(client: Any, name: str, given: tuple[Any, ...], status: int) -> None:
-    """What becomes of a call of a client's method: 200, or the status of the error that it raises."""
+    """The outcome of a call of a client's method: 200, or the status of the error that it raises."""
     with contextlib.nullcontext() if status == 200 else pytest.raises(REFUSALS) as refused:
         told = getattr(client, name)(*given)
         if inspect.iscoroutine(told):

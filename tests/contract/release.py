@@ -111,7 +111,7 @@ class Sources:
         return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
 
     def attributes(self, name: str) -> set[str]:
-        """What a class or a module defines or imports itself."""
+        """Names that a class or a module defines or imports itself."""
         node = self._node(name) if ":" in name else self._module(name)
         assert isinstance(node, ast.ClassDef | ast.Module), name
         return set(_defined(node.body))

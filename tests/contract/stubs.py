@@ -36,7 +36,7 @@ class ServerArgs:
 
 
 def pickled(value: Any, output_str: bool) -> str:
-    """What SGLang makes of handles to device memory."""
+    """Handles to device memory, as SGLang packs them."""
     return base64.b64encode(pickle.dumps(value)).decode()
 
 

@@ -36,7 +36,7 @@ def test_every_imported_name(megatron: Sources) -> None:
 
 
 def test_the_model(megatron: Sources) -> None:
-    """What attention.py and model.py put in, and override."""
+    """Names that attention.py and model.py put in, and override."""
     gpt = "megatron.core.models.gpt.gpt_model:GPTModel"
     takes(megatron, f"{gpt}.forward", "..., input_ids, position_ids, attention_mask, labels, padding_mask")
     takes(megatron, f"{gpt}._postprocess", "..., hidden_states, labels")
@@ -50,7 +50,7 @@ def test_the_model(megatron: Sources) -> None:
 
 
 def test_routers(megatron: Sources) -> None:
-    """What router.py and shim.py override."""
+    """Names that router.py and shim.py override."""
     for name in ("routing", "apply_z_loss"):
         takes(megatron, f"{MOE}.router:TopKRouter.{name}", "self, logits, padding_mask")
     has(megatron, f"{MOE}.router:TopKRouter.routing", "self.apply_z_loss(", "router_replay=self.router_replay")
@@ -62,7 +62,7 @@ def test_routers(megatron: Sources) -> None:
 
 
 def test_the_optimizer(megatron: Sources) -> None:
-    """What optimizer.py and muon.py override and look into."""
+    """Names that optimizer.py and muon.py override and look into."""
     host = f"{OPTIMIZER}.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
     takes(megatron, f"{host}._get_sub_optimizer_param_groups", "self, offload_fraction")
     maps = ("cpu_param_groups", "gpu_param_groups", "gpu_params_map_cpu_copy", "cpu_copys_map_gpu_param")
@@ -81,7 +81,7 @@ def test_the_optimizer(megatron: Sources) -> None:
 
 
 def test_checkpoints(megatron: Sources) -> None:
-    """What shards.py stops half way, and reads through a reader of its own."""
+    """Checkpoints that shards.py stops half way, and reads through a reader of its own."""
     strategies = f"{CHECKPOINTS}.strategies.torch"
     for name in ("save", "load"):
         given = "sharded_state_dict, checkpoint_dir, sharded_strategy, ..."

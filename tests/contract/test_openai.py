@@ -95,7 +95,7 @@ def texts(call: Call, events: Iterable[Any]) -> Iterable[str]:
 
 
 def cut(live: LiveServer, call: Call, events: Iterable[Any]) -> tuple[openai.APIError | None, int]:
-    """What a stream ends with when the weights are swapped after its first token, and how much came before."""
+    """The error that ends a stream when the weights are swapped after its first token, and how much came before."""
     seen = 0
     try:
         for text in texts(call, events):

@@ -202,7 +202,7 @@ def test_a_session_of_weights(adapter: Any, served: Served) -> None:
 
 
 def test_fields_of_its_requests() -> None:
-    """What SGLang's requests may carry is known here, or refused by name."""
+    """Fields that SGLang's requests may carry are known here, or refused by name."""
     struct = Sources(RELEASE[1], unpacked(*RELEASE))
     for theirs, ours in {
         "BeginWeightUpdateReqInput": adapters_sglang.Begin,

@@ -1,4 +1,4 @@
-"""Which routes the `tinker` SDK asks, and which of them the training API answers.
+"""Routes that the `tinker` SDK asks, and those of them that the training API answers.
 
 tests/trainer/api/test_sdk.py drives the SDK itself, and is of this tier.
 """

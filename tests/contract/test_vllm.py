@@ -79,7 +79,7 @@ def test_every_imported_name(vllm: Sources) -> None:
 
 
 def test_settings_that_clients_ask_for(vllm: Sources) -> None:
-    """Which `/hotswap/config` of an instance tells; and what SGLang's form of /classify asks for (wire/sglang.py)."""
+    """Settings that `/hotswap/config` of an instance tells; and a field of SGLang's /classify (wire/sglang.py)."""
     kinds = {"model_config": "ModelConfig", "lora_config": "LoRAConfig", "parallel_config": "ParallelConfig"}
     for part, names in openapi.SETTINGS.items():
         kind = f"vllm.config.{part.removesuffix('_config')}:{kinds[part]}"
@@ -89,7 +89,7 @@ def test_settings_that_clients_ask_for(vllm: Sources) -> None:
 
 
 def test_loading_and_processing(vllm: Sources) -> None:
-    """What processing.py, placement.py and loader.py call or imitate."""
+    """Names that processing.py, placement.py and loader.py call or imitate."""
     loader, layers = "vllm.model_executor.model_loader", "vllm.model_executor.layers"
     has(vllm, loader, '"dummy": DummyModelLoader')
     takes(vllm, f"{loader}.dummy_loader:DummyModelLoader.load_weights", "self, model, model_config")
@@ -312,7 +312,7 @@ def test_seeds(vllm: Sources) -> None:
 
 
 def test_recorded_routing(vllm: Sources) -> None:
-    """What routing.py feeds on a CPU, and what it tells vLLM's recorder of commits."""
+    """Data that routing.py feeds on a CPU, and what it tells vLLM's recorder of commits."""
     package, runner = "vllm.distributed.aux_output_connector", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
     verify = "vllm.config:VllmConfig._verify_aux_output_compatibility"
     has(vllm, verify, "self.use_v2_model_runner", "self.model_config")
@@ -553,7 +553,7 @@ def test_names_of_this_build() -> None:
 
 @bf16_only
 def test_a_packed_weight_of_this_build() -> None:
-    """What no source says: its blocks are 32 rows of pairs of columns."""
+    """Blocks of a packed weight are 32 rows of pairs of columns, which no source says."""
     import torch
     import vllm._custom_ops  # noqa: F401 - loads the kernels
 

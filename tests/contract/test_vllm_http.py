@@ -22,7 +22,7 @@ ADMIN = "/admin routes do it for the whole fleet"
 ENGINE = "one engine's own, and the gateway has many"
 SPEECH = "models that transcribe are not served"
 OTHERS = "a form of other APIs: the same is asked by the routes that are here"
-# What stock vLLM answers and this server does not.
+# Routes that stock vLLM answers and this server does not.
 NOT_HERE = {
     "POST /v1/audio/transcriptions": SPEECH, "POST /v1/audio/translations": SPEECH, "WEBSOCKET /v1/realtime": SPEECH,
     "POST /sleep": ADMIN, "POST /wake_up": ADMIN, "GET /is_sleeping": ADMIN, "POST /release_kv_cache_memory": ADMIN,

@@ -38,7 +38,7 @@ def _hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def hosts(_hosts: Hosts) -> Iterator[Hosts]:
-    """What the last test did to the links is undone."""
+    """Changes that the last test made to the links are undone."""
     yield _hosts
     for host in range(COUNT):
         _hosts.heal(host)

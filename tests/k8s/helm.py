@@ -63,7 +63,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def template(*options: str, name: str = "hotswap", chart: Path = CHART) -> subprocess.CompletedProcess[str]:
-    """What installing the chart would send."""
+    """The objects that installing the chart would send."""
     return run("template", name, str(chart), "--namespace", NAMESPACE, *options)
 
 

@@ -123,7 +123,7 @@ def test_the_processes_of_a_pod_share_one_memory(r: Release) -> None:
             assert {m["mountPath"]: m["name"] for m in container["volumeMounts"]}["/dev/shm"] == "shm"
             assert environment(container)["HOTSWAP_ARENA"].startswith("/dev/shm/")
             assert "HOTSWAP_HOST" in environment(container)
-        # Whoever touches a page first pays for it: slots that were fetched are the peer's memory.
+        # A page is charged to the container that touches it first: slots that were fetched are the peer's memory.
         limit = pod.container("peer")["resources"]["limits"]["memory"]
         assert quantity(limit) > quantity(shm["sizeLimit"])
         assert pod.spec["initContainers"][0]["name"] == "peer"  # there before, and after, those who use its slots

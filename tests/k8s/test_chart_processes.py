@@ -220,7 +220,7 @@ def test_the_autoscaler_looks_at_a_metric_of_the_gateway() -> None:
 @pytest.mark.parametrize("name", ["colocated", "kueue"])
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_trainer_finds_the_gateway_of_its_own_release(name: str, scheme: str) -> None:
-    """Whatever the release is called; an address of the user's stays."""
+    """The release may have any name; an address of the user's stays."""
     values = ["--values", str(SETS[name]), f"--set=gateway.tls.mode={'none' if scheme == 'http' else 'certManager'}"]
     for r, url in (
         (rendered(*values, name="night"), f"{scheme}://night-hotswap-gateway"),

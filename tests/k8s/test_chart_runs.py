@@ -38,7 +38,7 @@ class Node:
         return self.release.pod(component).container(name)
 
     def start(self, component: str, name: str) -> Callable[[Callable[[], bool]], None]:
-        """What waits for something to become true of the container's process."""
+        """A function that waits for a condition to become true of the container's process."""
         found = self.container(component, name)
         process = self.running.enter_context(self.kubelet.started(found, HOTSWAP_ADMIN_KEY=ADMIN_KEY))
         self.processes[name] = process

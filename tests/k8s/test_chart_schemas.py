@@ -1,4 +1,4 @@
-"""What the chart renders is what Kubernetes takes, in old and new versions: every field known, of the right type."""
+"""Objects that the chart renders are such as Kubernetes takes, old and new: every field known, of the right type."""
 
 from __future__ import annotations
 

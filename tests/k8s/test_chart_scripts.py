@@ -36,7 +36,7 @@ FILES = CHART / "files"
 
 
 class Instance:
-    """What a probe sees of an instance: /health's status, and the version among its metrics."""
+    """An instance as a probe sees it: /health's status, and the version among its metrics."""
 
     def __init__(self) -> None:
         self.status, self.version = 200, 0

@@ -40,7 +40,7 @@ def says(version: VersionRecord) -> int:
 
 
 def checked(lines: Lines, directory: Path) -> list[str]:
-    """What contradicts the rules, each with the lines that do."""
+    """Contradictions of the rules, each with the lines that make it."""
     path = directory / "history.jsonl"
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     return [str(found) for found in check([path], says)]

@@ -41,7 +41,7 @@ def chat(tokens: list[int], version: int = 1, *, usage: bool = True, answer_id: 
 
 
 def rest_of(events: list[bytes], resume: Resume) -> list[bytes]:
-    """What is left of `events` for a client that has what `resume` says."""
+    """The rest of `events` for a client that has what `resume` says."""
     left = events[len(resume.tokens) + 1 :] if resume.tokens else events[resume.lead :]
     return left[1:] if resume.usage_sent else left
 

@@ -1,4 +1,4 @@
-"""What NVML sees of a host, the names of GPUs in an environment, and the ones that each instance gets."""
+"""GPUs that NVML sees of a host, their names in an environment, and the ones that each instance gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all simulated worlds need."""
+"""Fixtures that all simulated worlds need."""
 
 from __future__ import annotations
 

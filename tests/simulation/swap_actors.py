@@ -1,4 +1,4 @@
-"""Who takes part in a schedule: candidates, instances and a gateway, each with a view of its own that may lag.
+"""Actors of a schedule: candidates, instances and a gateway, each with a view of its own that may lag.
 
 They decide with the code that runs in production (`swap_state`, `swaps.transaction`, `agent_state`, `Pauses`,
 `routing.eligible`); what is modelled is the store, the engine, and time. A step of an actor does at most one thing to
@@ -192,7 +192,7 @@ class Candidate(Watcher):
 
 @dataclass
 class Engine:
-    """What really runs and what is really held, by version: its fingerprint."""
+    """Weights that really run and that are really held, by version: the fingerprint of each."""
 
     version: int | None = None
     fingerprint: str = ""
@@ -265,7 +265,7 @@ class Instance(Watcher):
             self._reconcile()
 
     def _start(self) -> None:
-        """What forms.py does before there is an engine; then the engine, which may not come up."""
+        """The steps of forms.py before there is an engine; then the engine, which may not come up."""
         board = Board(KEYS, *self.store.list(KEYS.root))
         start = start_of(board, self.name)
         if start is None:

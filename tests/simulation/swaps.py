@@ -127,7 +127,7 @@ class Swaps(World):
             instance.requests = [r for r in instance.requests if self.rng.random() < 0.85]
 
     def pause(self) -> None:
-        """Somebody pauses, and may forget it or die."""
+        """A client pauses, and may forget it or die."""
         lease = self.store.grant(PAUSE_TTL_S)
         record = PauseRecord(f"p{lease}", "test", PAUSE_TTL_S, 0.0)
         self.store.put(KEYS.pause(record.id), record.to_json(), lease)
@@ -284,7 +284,7 @@ class Swaps(World):
         require(active and active.version == before.version, "no instance can run it, and another commit stands")
 
     def dead_end(self) -> str | None:
-        """What is not as it must be at rest."""
+        """The fault in the state at rest, if there is one."""
         if (said := self.rules.unrest()) is not None:
             return said
         committed = self.rules.active

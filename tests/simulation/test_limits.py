@@ -62,7 +62,7 @@ class Gateway:
 
 @dataclass
 class Lost:
-    """What a gateway had `said` to hold when its lease ended: others may take that over, and it knows nothing of it.
+    """The part that a gateway had `said` to hold when its lease ended: others may take it over, unknown to the gateway.
 
     `until`: when what it has used meanwhile has left all windows; None while it goes on with its part.
     """

@@ -53,7 +53,7 @@ HAPPENED = {"begun": 40, "held": 15, "rolled_back": 25, "done": 3, "cancelled": 
 
 
 class Fleet:
-    """What serves. A change takes a while, in which it goes on without the gateway that asked for it."""
+    """The fleet that serves. A change takes a while, in which it goes on without the gateway that asked for it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.active, self.published = clock, 1, 1
@@ -182,7 +182,7 @@ class Releasing(AwaitingWorld):
         self.leader.client.away = False  # its lease is one of the store's
 
     def restart(self) -> None:
-        """What it has counted and not written is gone."""
+        """Counts that the gateway has not written are gone."""
         gone = self.gateways.pop(self.rng.randrange(len(self.gateways)))
         gone.task.cancel()
         self.wait(0.0)

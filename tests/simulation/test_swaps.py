@@ -47,7 +47,7 @@ def no_way_back_for_a_canary(real: Any, record: InstanceRecord, active: Any, vie
 
 
 def staged_for_ever(real: Any, record: InstanceRecord, view: agent_state.View) -> Any:
-    """What a swap had staged that was aborted."""
+    """An instance keeps what a swap had staged that was aborted."""
     action = real(record, view)
     ended = isinstance(action, agent_state.Serve) and record.state in ("STAGING", "STAGED")
     return agent_state.Rest() if ended else action

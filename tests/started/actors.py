@@ -1,4 +1,4 @@
-"""What an actor on a test's Ray node starts is forked from a warm process (tests/warm.py)."""
+"""Processes that an actor on a test's Ray node starts are forked from a warm process (tests/warm.py)."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 def exported(directory: Path) -> dict[str, torch.Tensor]:
-    """What every rank has written of a checkpoint."""
+    """The tensors of a checkpoint that all ranks have written."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

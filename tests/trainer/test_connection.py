@@ -79,7 +79,7 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None: ...
 
     def bodies(self, path: str) -> list[Any]:
-        """What a path was asked."""
+        """Bodies of the requests to a path."""
         return [body for asked, _, body in self.asked if asked == path]
 
     @property

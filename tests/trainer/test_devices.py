@@ -1,4 +1,4 @@
-"""Which GPUs a run takes, on hosts that are told of."""
+"""GPUs that a run takes, on hosts that are told of."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_the_served_models_quantisation_is_found(
 
 
 def publish_once(path: str, store: str, quantizer: Quantizer | None) -> None:
-    """What `hotswap up` does with a checkpoint in bfloat16, or quantised."""
+    """A publish of a checkpoint in bfloat16, or quantised, as `hotswap up` does it."""
     tensors = {name: t.bfloat16() for name, t in load_file(Path(path) / "model.safetensors").items()}
     with weightsync.Publisher(store, model="tiny", lineage="server") as publisher:
         publisher.publish(list(quantizer.tensors(tensors.items())) if quantizer is not None else tensors)

@@ -30,7 +30,7 @@ ELSEWHERE = {"grpo_moe": "test_mixture.py", "api": "api/", "rewards": "rewards/t
 
 @dataclass(frozen=True)
 class Case:
-    """What a recipe needs besides what all of them are given: `files` by the key of the configuration, as records."""
+    """The needs of a recipe besides what all of them are given: `files` by the key of the configuration, as records."""
 
     files: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     changes: tuple[str, ...] = ()

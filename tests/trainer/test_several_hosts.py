@@ -53,7 +53,7 @@ def test_a_run_on_several_hosts_publishes_what_one_rank_does(
 
 
 def check_same(received: list[dict[str, torch.Tensor]]) -> None:
-    """What three versions brought from several hosts, then from one."""
+    """Tensors of three versions from several hosts are those from one."""
     assert len(received) == 6
     assert all(same_tensors(apart, together) for apart, together in zip(received[:3], received[3:], strict=True))
 

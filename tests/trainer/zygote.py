@@ -47,7 +47,7 @@ class Zygote:
         return Path(config["metrics"])
 
     def taught(self, model: str, directory: Path, **data: Any) -> str:
-        """What a model becomes by fine-tuning on sums, in a new directory."""
+        """The model after fine-tuning on sums, in a new directory."""
         optimizer = {"lr": 2e-3, "warmup_steps": 10, "decay": "cosine"}
         more = {"data": SUMS | data, "batch": 64, "optimizer": optimizer, "save_to": str(directory)}
         self.train(fine_tuning(model, steps=80, **more), directory.parent, directory.name)

@@ -26,7 +26,7 @@ LEFT = frozenset({"test_request_cancellation"})
 
 
 class RemoteOpenAIServer:
-    """What vLLM's tests ask of the server that they start, of the one at $SUITE_URL. Their options are not its own."""
+    """The server that vLLM's tests start, as they see it: the one at $SUITE_URL. Their options are not its own."""
 
     DUMMY_API_KEY = "token-abc123"
 

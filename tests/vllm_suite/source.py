@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.packages import unpacked
 from weightsync.vllm_engine.releases import release
 
-# What they ask for, as far as a tiny model of random weights and one server can answer it.
+# Files of tests, as far as a tiny model of random weights and one server can answer them.
 FILES = (
     "anthropic/test_messages.py",
     "generate/generative_scoring/test_generative_scoring_e2e.py",

@@ -29,7 +29,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass
 class Engine:
-    """What an instance runs, and the faults a test gives it."""
+    """An engine as an instance runs it, and the faults a test gives it."""
 
     running: int | None = None
     staged: set[int] = field(default_factory=set)

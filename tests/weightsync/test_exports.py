@@ -1,4 +1,4 @@
-"""What the package promises its users: its names, and that importing them costs neither torch nor vLLM."""
+"""The package's promises to its users: its names, and that importing them costs neither torch nor vLLM."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def first_value(slot: str) -> float:
 
 @pytest.fixture
 def activate(store_sync: SyncStore) -> Activate:
-    """What a coordinator would leave behind after a swap."""
+    """The record that a coordinator would leave behind after a swap."""
 
     def commit(version: int) -> None:
         found = store_sync.get(KEYS.active)

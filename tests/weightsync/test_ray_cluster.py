@@ -1,4 +1,4 @@
-"""What leaves this process for nodes of a Ray cluster."""
+"""Data that leave this process for nodes of a Ray cluster."""
 
 from __future__ import annotations
 

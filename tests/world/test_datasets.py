@@ -143,7 +143,7 @@ DIFFERENT: dict[str, tuple[str, bytes, Rows, Rows | str]] = {
     "list later": ("jsonl", lines(*told(*"777", ["7"])), told(*"777", ["7"]), told(*"777", '["7"]')),
     "key later": ("jsonl", lines(*TWO, {"prompt": "1"}), [*TWO, {"prompt": "1"}], "names don't match"),
     "value later": ("jsonl", lines(*told(None, None, "7")), [{}, {}, *told("7")], "string to null"),
-    # What they take, and we refuse.
+    # Files that they take, and we refuse.
     "array in .jsonl": ("jsonl", json.dumps(ONE).encode(), ["begins an array"], ONE),
     "gz without its ending": ("jsonl", GZ(lines(*ONE)), [r"end the file's name in \.gz"], ONE),
     # In CSV too values become others, and columns.

@@ -1,4 +1,4 @@
-"""What a mutation is, and short names of folders for the lists."""
+"""The class of a mutation, and short names of folders for the lists."""
 
 from __future__ import annotations
 

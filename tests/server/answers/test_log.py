@@ -90,7 +90,7 @@ def test_a_segment_appears_when_it_is_old_enough(url: str) -> None:
     age=st.integers(1, 9),
 )  # fmt: skip
 def test_retention_keeps_the_newest_that_fit(sizes: list[int], most: int, seed: int, age: int) -> None:
-    """What stays is a suffix: young enough and small enough, and one more would not be."""
+    """Files that stay are a suffix: young enough and small enough, and one more would not be."""
     folder, now = Folder(f"memory://retention-{seed}-{next(_MEMORIES)}"), time.time()
     for back, size in enumerate(reversed(sizes)):
         folder.write(folder.name(now - 3600.0 * (back + 0.5), "w", "1", ".jsonl"), b"x" * size)

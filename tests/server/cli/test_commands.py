@@ -304,7 +304,7 @@ def admin_url() -> Iterator[str]:
 
 
 def imports_little(*words: str, status: int = 0, **more: str) -> tuple[str, str]:
-    """What a command that ends with `status` says on its two channels."""
+    """Words on the two channels of a command that ends with `status`."""
     environment = {"HOTSWAP_ADMIN_KEY": "any", "COLUMNS": "80", "PATH": "", **more}
     command = [sys.executable, "-c", READ, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -27,7 +27,7 @@ ABORTED = PastSwapRecord(
 
 @dataclass
 class Script:
-    """What the instance answers to the next chats: pieces with the version that wrote each."""
+    """The instance's answers to the next chats: pieces with the version that wrote each."""
 
     pieces: list[tuple[str, int]] = field(default_factory=lambda: [("Hello", 1), (" there.", 1)])
     gate: asyncio.Event | None = None  # waited for before the last piece

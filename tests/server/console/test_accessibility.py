@@ -1,4 +1,4 @@
-"""What everybody must be able to do: by keyboard, on a phone, with a screen reader."""
+"""Tasks that everybody must be able to do: by keyboard, on a phone, with a screen reader."""
 
 from __future__ import annotations
 

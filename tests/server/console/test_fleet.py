@@ -174,7 +174,7 @@ async def test_a_roll_back_that_is_refused_says_why(console: Watched, gateway: R
 
 
 async def test_a_swap_under_way_shows_its_progress(console: Watched, gateway: RunningGateway) -> None:
-    """Nobody stages here: the swap stands in its first phase until it is given up."""
+    """No instance stages here: the swap stands in its first phase until it is given up."""
     await asyncio.to_thread(put_versions, gateway, 1, None)
     await console.page.get_by_role("button", name="Activate v2").click()
     await console.page.get_by_label("Time to stage").fill("8")  # in which the page must look once

@@ -1,4 +1,4 @@
-"""What a page may do: with the admin key or without it, for the model that is chosen, and from another origin."""
+"""Rights of a page: with the admin key or without it, for the model that is chosen, and from another origin."""
 
 from __future__ import annotations
 

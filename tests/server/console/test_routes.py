@@ -1,4 +1,4 @@
-"""What the console asks for: past swaps, throughput, and what a trainer reports."""
+"""Routes that the console asks: past swaps, throughput, and what a trainer reports."""
 
 from __future__ import annotations
 

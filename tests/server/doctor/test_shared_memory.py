@@ -38,7 +38,7 @@ def shm() -> Iterator[Path]:
 
 
 def on_a_small_tmpfs(place: Path, script: str) -> list[dict[str, Any]]:
-    """What the doctor says after `script`, in a mount namespace where `place` is a tmpfs of 4 MiB."""
+    """The doctor's findings after `script`, in a mount namespace where `place` is a tmpfs of 4 MiB."""
     mounted = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-e", "-c"]
     if subprocess.run([*mounted, f"mount -t tmpfs none {place}"], check=False).returncode:
         unable("no mount namespaces can be made here")

@@ -1,4 +1,4 @@
-"""What a source holds, and how a checkpoint is fetched from it and verified."""
+"""Checkpoints that a source holds, and how one is fetched from it and verified."""
 
 from __future__ import annotations
 

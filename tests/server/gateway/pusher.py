@@ -16,7 +16,7 @@ from tests.warm import SYNC, warm
 
 
 class Forked:
-    """What a Pusher uses of an asyncio.subprocess.Process."""
+    """The part of an asyncio.subprocess.Process that a Pusher uses."""
 
     _files: tuple[Any, ...] = ()
 

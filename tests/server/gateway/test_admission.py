@@ -1,4 +1,4 @@
-"""What a request asks about versions: read and refused, spoofed, routed, sent on when refused, and waited for."""
+"""Versions that a request asks for: read and refused, spoofed, routed, sent on when refused, and waited for."""
 
 from __future__ import annotations
 

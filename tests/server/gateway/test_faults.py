@@ -24,7 +24,7 @@ UPSTREAM = UpstreamSettings(scrape_interval_s=3600.0, max_idle_s=3600.0, hold_s=
 
 
 class Fault(Exception):
-    """What no code expects."""
+    """An exception that no code expects."""
 
 
 async def test_a_task_that_fails_begins_again(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:

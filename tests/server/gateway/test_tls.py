@@ -72,7 +72,7 @@ def gateway(authority: Authority, tmp_path: Path) -> Iterator[RunningGateway]:
 
 
 def certificate_of(writer: asyncio.StreamWriter) -> bytes:
-    """What the other side has shown."""
+    """The certificate that the other side has shown."""
     return bytes(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
 
 

@@ -68,7 +68,7 @@ Handler = Callable[[Link, Received], Awaitable[None]]
 
 @dataclass
 class Upstream:
-    """What a test sees of it. `handler` answers one request; returning keeps the connection for the next."""
+    """The upstream as a test sees it. `handler` answers one request; returning keeps the connection for the next."""
 
     handler: Handler
     port: int = 0

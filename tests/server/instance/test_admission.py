@@ -1,4 +1,4 @@
-"""Who may generate on an instance that drains or tries a version, and which requests a flip waits for."""
+"""Requests that may generate on an instance that drains or tries a version, and those that a flip waits for."""
 
 from __future__ import annotations
 

@@ -254,8 +254,8 @@ async def test_one_key_cannot_take_the_trials_of_others(backend: Backend, kit: d
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_turns_are_shared(seed: int) -> None:
-    """Whatever owners ask for, and give up: no turn is lost, none is given twice, and an owner that asks for one at a
-    time waits for no more turns than there are owners."""
+    """No turn is lost or given twice, whatever owners ask for and give up. An owner that asks for one at a time waits
+    for no more turns than there are owners."""
     chance = random.Random(seed)
     at_once, waiting = chance.randint(1, 3), chance.randint(0, 6)
     turns = Turns(at_once, waiting)

@@ -269,7 +269,7 @@ def test_without_a_gpu_nothing_is_imported_first(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.usefixtures("gpus")
 async def test_the_warm_up_samples_as_clients_do() -> None:
-    """What samples by temperature, top_p, top_k, a seed, penalties or a grammar is compiled, or fails, before the
+    """Code that samples by temperature, top_p, top_k, a seed, penalties or a grammar is compiled, or fails, before the
     instance serves."""
     asked: list[tuple[str, dict[str, Any]]] = []
 

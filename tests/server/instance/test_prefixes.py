@@ -34,7 +34,7 @@ def body(route: str, nbytes: int) -> bytes:
 
 
 async def seen_by_the_instance(route: str, raw: bytes, line: bytes) -> list[tuple[int, float]]:
-    """What goes to the engine of a request that comes in two parts, under this header line for the cache scope."""
+    """The parts that go to the engine, of a request that comes in two, under this header line for the cache scope."""
     found: list[tuple[int, float]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -129,7 +129,7 @@ def test_several_prompts_number_their_choices_on() -> None:
 async def run(
     body: bytes, kind: bytes, path: str = "/v1/completions", spans: tuple[Span, ...] = ()
 ) -> list[dict[str, Any]]:
-    """What the middleware sends for an application that answers `body`."""
+    """Messages that the middleware sends for an application that answers `body`."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         trace = current_trace.get()
@@ -159,7 +159,7 @@ async def test_other_routes_are_passed_through_with_the_active_version() -> None
 async def embed(
     wish: Wish, *, swapped_to: int = 1, active: int = 1, numbers: int = 4
 ) -> tuple[list[str], dict[str, Any]]:
-    """What one embedding request gives under `wish`, and what the engine is told; a swap may come while it runs."""
+    """The answer to one embedding request under `wish`, and what the engine is told; a swap may come while it runs."""
     inflight, told = Inflight(), SimpleNamespace(extra_kwargs={"hotswap": {"scope": "a client's own"}, "other": 1})
     inflight.active = active
 
@@ -258,7 +258,7 @@ EVENT = b'event: x\ndata: {"type":"x"}\n\n'
 async def broken(
     problem: Problem | None, *parts: bytes, fallback: bool = False, begun: bool = True, path: str = "/v1/responses"
 ) -> list[dict[str, Any]]:
-    """What is sent for an app that streams `parts`, then raises; `fallback`: the framework answers 500 first.
+    """Messages for an app that streams `parts`, then raises; `fallback`: the framework answers 500 first.
 
     `begun`: the engine has answered before the first part.
     """

@@ -45,7 +45,7 @@ def choice_of(finish_reason: str | None, experts: np.ndarray | None) -> SimpleNa
 async def told(
     wanted: bool | None, *, on: bool = True, rows: int = 3, start: int = 0, of: Recording | None = None
 ) -> tuple[Trace, Any, Any]:
-    """What is known after an answer; its last output, and the parameters that the engine got."""
+    """The trace after an answer; its last output, and the parameters that the engine got."""
     params = SimpleNamespace(n=1, extra_args=None, prompt_logprobs=None, routed_experts_prompt_start=start)
     params.skip_reading_prefix_cache = None
     output = choice_of("stop", EXPERTS[:rows])
@@ -127,7 +127,7 @@ def test_what_cannot_be_recorded_is_refused(mixture: bool, said: str) -> None:
     "body", [b'{"routed_experts_prompt_start": 4}', b'["routed_experts"]', b'{"routed_experts": tru']
 )
 def test_who_asks_for_no_routing(body: bytes) -> None:
-    """The last one is refused by vLLM. What a field may say is in test_provenance.py."""
+    """The last one is refused by vLLM. Values that a field may have are in test_provenance.py."""
     assert wants(body, FIELD) is False
 
 

@@ -1,4 +1,4 @@
-"""What the instance does when its engine cannot flip, on an engine that fails on purpose."""
+"""An instance whose engine cannot flip, on an engine that fails on purpose."""
 
 from __future__ import annotations
 

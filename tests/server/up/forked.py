@@ -1,4 +1,4 @@
-"""What a fork server of test_forks.py imports, slowly, and what it forks: `python -m tests.server.up.forked CODE`."""
+"""A slow import for a fork server of test_forks.py, and what it forks: `python -m tests.server.up.forked CODE`."""
 
 from __future__ import annotations
 

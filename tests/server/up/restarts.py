@@ -82,8 +82,8 @@ class Child:
 
 
 class Answers:
-    """What the gateway says of instances, one look after the other: the id of each, its error, whether it serves. The
-    last look is said again and again."""
+    """The gateway's answers about instances, one look after the other: the id of each, its error, whether it serves.
+    The last look is said again and again."""
 
     def __init__(
         self, *looks: Sequence[tuple[str, str | None, bool]], asleep: Sequence[str] = (), readyz: int = 200
@@ -158,7 +158,7 @@ class Up:
         self.server.stop(self.told.append)
 
     def kill(self) -> None:
-        """What SIGKILL of all processes leaves: files, shared memory, records under leases; and no lock."""
+        """The remains after a SIGKILL of all processes: files, shared memory, records under leases; and no lock."""
         assert self.server is not None
         self.server.state.release()
         self.server = None
@@ -211,7 +211,7 @@ class Up:
         run(_forgotten(self.server.store))
 
     def door(self, key: str | None) -> str:
-        """Who a gateway that starts now takes the bearer of `key` for. Raises HttpError."""
+        """The identity that a gateway that starts now gives to the bearer of `key`. Raises HttpError."""
         return run(_asked(f"sqlite://{self.state_dir}/store.db", key))
 
 

@@ -74,7 +74,7 @@ def test_one_that_has_ended_had_an_id(server: Forks, tmp_path: Path) -> None:
 
 
 def test_a_program_leaves_in_order(server: Forks, tmp_path: Path) -> None:
-    """What it has registered for its end runs, and threads are waited for."""
+    """Functions that it has registered for its end run, and threads are waited for."""
     code = "import atexit, threading, time; atexit.register(print, 'last'); "
     code += "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()"
     assert said(server, tmp_path, code).split()[-2:] == ["thread", "last"]

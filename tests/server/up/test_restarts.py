@@ -1,4 +1,4 @@
-"""What `hotswap up` goes on with after an end of any kind: killed at any line of a start, a copy, a swap or a stop."""
+"""State that `hotswap up` goes on with after any end: killed at any line of a start, a copy, a swap or a stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which state and which checkpoint `hotswap up` takes, what it discards, and what runs and is left alone."""
+"""The state and the checkpoint that `hotswap up` takes, what it discards, and what runs and is left alone."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_state_directories_share_no_memory_whatever_their_port_and_name(server: 
 
 
 def test_a_server_that_was_replaced_in_its_directory_removes_nothing(server: Up) -> None:
-    """Somebody removed the directory under it, and started another there."""
+    """The directory was removed under the server, and another one was started there."""
     first = server.start()
     server.state_dir.rename(server.state_dir.with_name("aside"))
     second = server.start()

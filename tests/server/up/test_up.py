@@ -1,4 +1,4 @@
-"""What `hotswap up` gives each process: cores, ids, ports; and what it refuses."""
+"""Cores, ids and ports that `hotswap up` gives each process; and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What algorithms refuse, by its key; losses of one's own: the tensors they get, and what is done around them."""
+"""Settings that algorithms refuse, by key; losses of one's own: the tensors they get, and what is done around them."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class ApiServer:
         return self._services[-1]
 
     def post(self, route: str, key: str = KEY, **request: Any) -> httpx.Response:
-        """What the SDK would not send."""
+        """A request that the SDK would not send."""
         headers = {"x-api-key": key} | request.pop("headers", {})
         return httpx.post(f"{self.url}/api/v1/{route}", headers=headers, timeout=60, **request)
 

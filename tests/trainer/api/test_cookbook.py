@@ -84,7 +84,7 @@ def conversation(*said: str) -> dict[str, Any]:
 
 
 def test_both_loops_of_the_page(place: Workplace) -> None:
-    """What is learned from conversations is where the rewards begin, and every step of both is taken."""
+    """The weights learned from conversations are where the rewards begin, and every step of both loops is taken."""
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (place.root / "loops.py").write_text(program)
     asked = [(turn, a, b) for turn in range(31) for a in range(5) for b in range(5)]

@@ -41,7 +41,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ApiServer, 
 
 
 def run_example(page: str) -> dict[str, Any]:
-    """What its names stand for in the end."""
+    """The values of the example's names in the end."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
     said: dict[str, Any] = {}
     exec(compile(code, page, "exec"), said)
@@ -173,7 +173,7 @@ def greedy(path: Path, prompt: list[int], tokens: int) -> tuple[list[int], list[
 
 
 def test_all_weights_are_a_version_of_the_server_while_it_streams(tmp_path: Path) -> None:
-    """What is sampled are the tokens of the checkpoint that was saved; streams go on over each swap."""
+    """Sampled tokens are those of the checkpoint that was saved; streams go on over each swap."""
     model, prompt, tokens = tmp_path / "model", [4, 13, 5, 14], 8
     write_tiny_model(model, max_position_embeddings=1024)
     params = types.SamplingParams(max_tokens=tokens, temperature=0.0, stop=[])

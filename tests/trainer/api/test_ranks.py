@@ -98,7 +98,7 @@ def test_ranks_train_as_one_does_and_go_on_in_its_place(
 
 
 def through_the_sdk(api: ApiServer) -> dict[str, Any]:
-    """What two clients of the stock SDK are told while they train by turns, save, load and are saved for a sampler."""
+    """Answers to two clients of the stock SDK while they train by turns, save, load and are saved for a sampler."""
     service = api.service()
     first, second = new(service), new(service)
     odd = [datum([3, 4, 5, 6, 7, 8, 9][: 2 + i % 5], weights=[1.0] * (1 + i % 5)) for i in range(7)]
@@ -196,7 +196,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
 
 
 def _open(api: ApiServer, client: tinker.TrainingClient) -> list[tuple[str, int]]:
-    """What is not done, by kind and number."""
+    """Requests that are not done, by kind and number."""
     return api.journal("SELECT kind, seq FROM requests WHERE done IS NULL AND model = ? ORDER BY seq", client.model_id)
 
 

@@ -1,4 +1,4 @@
-"""What ranks are asked to do in the tests: each function runs on every rank and returns something JSON can carry."""
+"""Tasks of ranks in the tests: each function runs on every rank and returns something JSON can carry."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def disk_full(path: str, parallel: dict[str, int], directory: str) -> list[Any]:
 
 
 def left_with(errors: list[str]) -> list[str]:
-    """What the other ranks would hear of one that leaves with these errors, one after the other."""
+    """Faults that the other ranks would hear of one that leaves with these errors, one after the other."""
     heard = []
     for name in errors:
         faults = Faults(FaultsConfig(heartbeat_s=0.01, heartbeat_timeout_s=60.0))
@@ -143,7 +143,7 @@ def saved_synchronously(path: str, parallel: dict[str, int], directory: str) -> 
 
 
 def left_after_sigterm(path: str, directory: str) -> list[str]:
-    """What a run says that is told to leave: its disk full, with room, and once more after a leap has begun."""
+    """The last words of a run that is told to leave: its disk full, with room, and once more after a leap has begun."""
     said = []
     with engine(path) as built:
         run: Any = Run.__new__(Run)
@@ -279,7 +279,7 @@ TRAPS: list[Callable[[Path, Path], None]] = [
 
 
 def prepared(path: str, parallel: dict[str, Any], directory: str) -> dict[str, str]:
-    """What is said to each trap; `ran` for one that sprang, `loaded` for one that nobody noticed."""
+    """The answer to each trap; `ran` for one that sprang, `loaded` for one that nobody noticed."""
     root, said = Path(directory), {}
     with engine(path, parallel) as built:
         _steps(built, 0, 1)

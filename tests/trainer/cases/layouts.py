@@ -50,7 +50,7 @@ def packed(path: str, parallel: dict[str, Any], *, rows: bool, **more: Any) -> l
 
 
 def footprint(path: str, parallel: dict[str, Any], **config: Any) -> dict[str, Any]:
-    """What this rank holds: weights by kind, the length of its activations, what a step kept for its backward pass,
+    """The rank's holdings: weights by kind, the length of its activations, what a step kept for its backward pass,
     where Adam's states are, and the largest share of the model that it exports."""
     with engine(path, parallel, **{"micro_batch": 8} | config) as built:
         lengths: list[int] = []
@@ -295,7 +295,7 @@ def followed(path: str) -> dict[str, Any]:
 
 
 def routing_refused(path: str) -> list[str]:
-    """What the engine says of routing that cannot be the model's: too few layers, an expert too many, one twice."""
+    """The engine's refusals of routing that cannot be the model's: too few layers, an expert too many, one twice."""
     said = []
     with engine(path) as built:
         right = torch.tensor([0, 1]).expand(4, built.shape.layers, 2)

@@ -22,7 +22,7 @@ from trainer.memory.build import trainer_components
 
 
 def write_adapter(built: Any, directory: str) -> None:
-    """What a run leaves in `save_to`."""
+    """The adapter that a run leaves in `save_to`."""
     shares = gather_json(write_shards(directory, built.export("float32"), built.part))
     written = [w for share in shares for w in share]
     lora, path = built.config.lora, built.config.model.path
@@ -51,7 +51,7 @@ def adapted(path: str, parallel: dict[str, Any], lora: dict[str, Any], directory
 
 
 def held(path: str, lora: dict[str, Any], **config: Any) -> dict[str, Any]:
-    """What training an adapter holds and moves, before and after a step: gradients, optimizer states, weights."""
+    """Bytes that training an adapter holds and moves, before and after a step: gradients, optimizer states, weights."""
     with engine(path, lora=lora, **config) as built:
         (chunk,) = built.model
         before = {name: p.detach().clone() for name, p in chunk.named_parameters()}
@@ -69,8 +69,8 @@ def held(path: str, lora: dict[str, Any], **config: Any) -> dict[str, Any]:
 
 
 def references(path: str, parallel: dict[str, Any], lora: dict[str, Any] | None) -> dict[str, Any]:
-    """What the reference says of a batch before and after three steps of DPO, what the actor says then, and the bytes
-    of all roles."""
+    """The reference's word on a batch before and after three steps of DPO, the actor's word then, and the bytes of all
+    roles."""
     with engine(path, parallel, algorithm={"name": "dpo"}, lora=lora, optimizer={"lr": 3e-2}) as built:
         fields = random_batch(built.shape.vocab, rows=6, seed=9)
         before = _said(built, "reference", fields)
@@ -91,7 +91,7 @@ def references(path: str, parallel: dict[str, Any], lora: dict[str, Any] | None)
 
 
 def repeated(path: str, lora: dict[str, Any], recompute: str) -> dict[str, Any]:
-    """What the actor says twice of one batch without training, and the losses of two steps on the same batch at a
+    """The actor's two answers on one batch without training, and the losses of two steps on the same batch at a
     learning rate of nearly zero."""
     with engine(path, model={"recompute": recompute}, lora=lora, optimizer={"lr": 1e-12}) as built:
         fields = random_batch(built.shape.vocab)
@@ -102,7 +102,7 @@ def repeated(path: str, lora: dict[str, Any], recompute: str) -> dict[str, Any]:
 
 
 def _said(built: Any, role: str, fields: Fields) -> list[list[float]]:
-    """What a role says of the batch: [B, T] on rank 0, nothing on the others."""
+    """A role's log-probabilities of the batch: [B, T] on rank 0, nothing on the others."""
     found = built._said([role], fields)
     return found[0].tolist() if found else []
 

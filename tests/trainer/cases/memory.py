@@ -71,8 +71,8 @@ def _memory(built: Any, section: dict[str, Any], serving: Restartable) -> Any:
 
 
 def phases_refused(path: str, parallel: dict[str, int], directory: str) -> list[Any]:
-    """What is said to a budget that no phase fits into, by a model that is asked while it is away, and when the last
-    rank cannot write what it holds."""
+    """Messages to a budget that no phase fits into, by a model that is asked while it is away, and when the last rank
+    cannot write what it holds."""
     problems: list[Any] = []
 
     @contextlib.contextmanager

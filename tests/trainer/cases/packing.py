@@ -130,7 +130,7 @@ def _ragged_on_cpu() -> list[int]:
 
 
 def context_attention(segments: list[list[int]], groups: int, *, packed: bool, ragged: bool = False) -> dict[str, Any]:
-    """What `packed_attention` says, of this rank's part of rows that are cut over all ranks. Rows that are not packed
+    """Results of `packed_attention`, of this rank's part of rows that are cut over all ranks. Rows that are not packed
     are one segment each."""
     as_on_a_gpu = _ragged_on_cpu() if ragged else []
     as_on_a_gpu.clear()
@@ -184,7 +184,7 @@ def packed_training(
 
 
 def sequences(built: Engine, seed: int) -> list[Sequence]:
-    """What the algorithm makes of random records and rollouts of very different lengths."""
+    """Sequences that the algorithm makes of random records and rollouts of very different lengths."""
     rng = np.random.default_rng(seed)
 
     def ids(longest: int) -> tuple[int, ...]:

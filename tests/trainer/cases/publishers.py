@@ -1,7 +1,7 @@
 """Cases about publishing, for the ranks of tests/trainer/ranks.py: into a bucket; and by ranks that are told that they
 are on several hosts, so that they share no memory, and publish together.
 
-What the latter change of the code is not undone: a case has its own processes.
+Changes of the code by the latter are not undone: a case has its own processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def publish_to_bucket(
     lora: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """The initial weights, then those after each of `steps` steps, each once the bucket has the one before; the last as
-    a checkpoint in `directory`. What became of each."""
+    a checkpoint in `directory`. The outcome of each is returned."""
     outcomes: list[dict[str, Any]] = []
     section = BUCKET | ({"model": "tiny"} if store else {})
     with publishing(path, parallel, store, "float32", lora, **section, bucket={"url": url}) as (built, publisher):
@@ -60,7 +60,7 @@ def publish_to_bucket(
 
 
 def publish_beside_another(path: str, url: str) -> list[Any]:
-    """What a publisher is told once another one has published there."""
+    """The message to a publisher once another one has published there."""
     with publishing(path, {}, "", "float32", **BUCKET, bucket={"url": url}) as (_, publisher):
         BucketPublisher(url, model="toy").publish({"x": numpy.zeros(3, "float32")})
         publisher.publish(0)
@@ -69,7 +69,7 @@ def publish_beside_another(path: str, url: str) -> list[Any]:
 
 
 def bucket_metrics(path: str, url: str, listen: str) -> str:
-    """What Prometheus reads when a version has been carried."""
+    """The page that Prometheus reads when a version has been carried."""
     with publishing(path, {}, "", "float32", **BUCKET, bucket={"url": url, "metrics": listen}) as (_, publisher):
         publisher.publish(0)
         publisher.finish()

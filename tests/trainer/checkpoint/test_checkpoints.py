@@ -20,7 +20,7 @@ Call = Callable[..., list[Any]]
 
 @pytest.fixture
 def call(one_rank: Ranks, qwen2: str, tmp_path: Path) -> Call:
-    """What each rank says of a case, of one rank unless `parallel` has two; in a directory of the test's own."""
+    """Each rank's answer to a case, of one rank unless `parallel` has two; in a directory of the test's own."""
 
     def called(case: str, **arguments: Any) -> list[Any]:
         ranks = one_rank.sharing(2 if arguments.get("parallel") else 1)

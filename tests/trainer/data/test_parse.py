@@ -1,4 +1,4 @@
-"""What is made of a record: keys, chat messages, preferences, and what is refused."""
+"""Parts that are made of a record: keys, chat messages, preferences, and what is refused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ KEYS = {"prompt_key": "q", "target_key": "a", "answer_key": "truth.text", "extra
 def test_a_record_of_texts(
     tokenizer: Tokenizer, value: Any, options: Any, answer: str, learnt: dict[str, str], more: dict[str, Any]
 ) -> None:
-    """What is to be learnt ends as an answer does."""
+    """Text that is to be learnt ends as an answer does."""
     ids: dict[str, Any] = {part: tokenizer.continuation(text) for part, text in learnt.items()}
     expected = Record(0, "1+1=", answer, tokenizer.prompt("1+1="), **{"target_ids": (), **ids, **more})
     assert parse(value, tokenizer, **options) == expected

@@ -38,7 +38,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 async def said(answer: str, *tools: ToolConfig) -> list[str]:
-    """What the tools say to an answer."""
+    """The tools' replies to an answer."""
     async with open_tools(tools) as found:
         environment = Tools(ToolsEnvironment(tools=tools), found)
         environment.reset(TASK)

@@ -1,4 +1,4 @@
-"""What the tests do with a run: write its configuration, read its metrics, wait until it has got somewhere."""
+"""Functions of the tests for a run: write its configuration, read its metrics, wait until it has got somewhere."""
 
 from __future__ import annotations
 

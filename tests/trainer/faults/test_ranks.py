@@ -85,7 +85,7 @@ def test_faults_of_ranks(config: dict[str, Any], tmp_path: Path, start: Start) -
     saved = events(path, "checkpoint")[-1]["step"]
     assert saved == max(curve(path)), "the last step that was done is the one that was saved"
 
-    # Whatever happened to it: as if nothing had.
+    # The run goes on as if nothing had happened to it.
     config |= {"steps": saved + 3, "faults": {}}
     (tmp_path / "checkpoints" / "unrelated").touch()
     last = start(config, tmp_path)

@@ -87,7 +87,7 @@ def test_reinforcement_learning(zygote: Zygote, config: dict[str, Any], tmp_path
 
 @pytest.mark.broad
 def test_an_asynchronous_run(zygote: Zygote, config: dict[str, Any], tmp_path: Path, qwen2: str) -> None:
-    """Which weights write an answer depends on the moment. Where an answer depends on its request alone, and no more
+    """The weights that write an answer depend on the moment. Where an answer depends on its request alone, and no more
     groups are ahead than a step takes, all the rest repeats itself: what was finished is trained on and not asked for
     again, what was in flight is."""
     with fleet(qwen2, tmp_path, kind=Unmoved) as running:

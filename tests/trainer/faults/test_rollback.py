@@ -92,7 +92,7 @@ def train(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> Training:
 
 
 def test_a_transient_fault_leaves_no_trace(train: Training, config: dict[str, Any], tmp_path: Path) -> None:
-    """What was NaN once is computed again from the checkpoint: the curve is that of a run without a fault."""
+    """A step that was NaN once is computed again from the checkpoint: the curve is that of a run without a fault."""
     assert train(metrics=str(tmp_path / "through"), checkpoint=None)[0] == 0
     status, said = train("8x1", faults={"on_diverged": "rollback"})
     assert status == 0, said

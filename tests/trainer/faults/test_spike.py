@@ -78,7 +78,7 @@ def test_a_leap_takes_training_and_serving_back(
     again = [*range(good + 1, BAD_STEP)]
     assert trained == [*range(1, BAD_STEP), *again, *range(good + 1, STEPS + 1)], "the leap itself is no step"
 
-    # What was repeated was sampled from the checkpoint's very weights: every number is the same, to the last bit.
+    # Repeated steps were sampled from the checkpoint's very weights: every number is the same, to the last bit.
     once, twice = ([_numbers(step) for step in steps[first:][: len(again)]] for first in (good, BAD_STEP - 1))
     assert once == twice
     assert all(step["reward_mean"] < 10 for step in steps)

@@ -1,4 +1,4 @@
-"""What is decided by the device, where there is none: its numbers, and tensors that hold nothing."""
+"""Decisions of the device, where there is none: its numbers, and tensors that hold nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What only a GPU can show: 8-bit layers, an optimizer that leaves the device, variable-length flash attention, and
-what a checkpoint takes of the device."""
+"""Facts that only a GPU can show: 8-bit layers, an optimizer that leaves the device, variable-length flash attention,
+and what a checkpoint takes of the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is read of a mixture's config.json, what is refused in it, which layouts a model can have; and an export that
-takes the place of another."""
+"""Keys that are read of a mixture's config.json, what is refused in it, which layouts a model can have; and an export
+that takes the place of another."""
 
 from __future__ import annotations
 

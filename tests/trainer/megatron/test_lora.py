@@ -1,4 +1,4 @@
-"""What training an adapter leaves alone: the frozen weights, the memory they would need, the reference."""
+"""Parts that training an adapter leaves alone: the frozen weights, the memory they would need, the reference."""
 
 from __future__ import annotations
 

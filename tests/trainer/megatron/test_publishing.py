@@ -1,4 +1,4 @@
-"""What every layout publishes is the very checkpoint it loaded, written by the ranks that hold it."""
+"""Every layout publishes the very checkpoint it loaded, written by the ranks that hold it."""
 
 from __future__ import annotations
 

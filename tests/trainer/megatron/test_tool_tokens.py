@@ -1,4 +1,4 @@
-"""What a tool wrote is read and never learned: no gradient comes from its tokens."""
+"""Text that a tool wrote is read and never learned: no gradient comes from its tokens."""
 
 from __future__ import annotations
 

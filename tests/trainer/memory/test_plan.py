@@ -1,4 +1,4 @@
-"""What each phase needs, whether it fits, and what makes room; how much of a device there is."""
+"""Memory that each phase needs, whether it fits, and what makes room; how much of a device there is."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def configured(path: str, **memory: Any) -> TrainerConfig:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_s_budget_is_what_others_leave_less_what_libraries_take() -> None:
-    """What this process holds counts, and a server that is awake; 2 GiB are CUDA's and NCCL's."""
+    """Memory that this process holds counts, and a server that is awake; 2 GiB are CUDA's and NCCL's."""
     assert budget_bytes(MemoryConfig(), 0) == (50 + 10 - 2 - 3) * GIB
     assert budget_bytes(MemoryConfig(), 20 * GIB) == (50 + 10 + 20 - 2 - 3) * GIB
     assert budget_bytes(MemoryConfig(budget_gib=70), 20 * GIB) == 70 * GIB

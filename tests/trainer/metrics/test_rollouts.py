@@ -1,4 +1,4 @@
-"""What rollouts report, on groups small enough to count by hand; and rates: lengths without padding, and a model's
+"""Reports of rollouts, on groups small enough to count by hand; and rates: lengths without padding, and a model's
 operations counted independently."""
 
 from __future__ import annotations

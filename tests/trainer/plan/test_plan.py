@@ -1,4 +1,4 @@
-"""Which layout is recommended, by the tables; what is refused, and why; `hotswap train --plan`; and the estimator
+"""The layout that is recommended, by the tables; what is refused, and why; `hotswap train --plan`; and the estimator
 against what the engine really holds, measured on real ranks in every kind of layout."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_experts_are_spread_as_far_as_they_go(tmp_path: Path) -> None:
 
 
 def test_memory_is_bought_in_the_order_of_the_table(tmp_path: Path) -> None:
-    """The same model on ever smaller GPUs. What does not fit in any economy is cut as the next row says."""
+    """The same model on ever smaller GPUs. A model that does not fit in any economy is cut as the next row says."""
     model = shape(tmp_path, "1.5B")
     order = [("none", "optimizer"), ("full", "optimizer"), ("full", "full")]
     found = []
@@ -152,7 +152,7 @@ Plan = Callable[..., str]
 
 @pytest.fixture
 def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Plan:
-    """What `--plan` prints of a run's settings, on one line."""
+    """The output of `--plan` for a run's settings, on one line."""
 
     def printed(written: dict[str, Any], *arguments: str) -> str:
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(written))

@@ -297,14 +297,14 @@ LIBC = "import ctypes, os, socket\nlibc = ctypes.CDLL(None, use_errno=True)"
 
 
 def run(program: str, expression: str = "f(2)", setup: str = "", mib: int = 256) -> dict[str, Any]:
-    """What a sandbox says of an expression behind a program."""
+    """A sandbox's answer to an expression behind a program."""
     allowed = Limits(memory_bytes=mib << 20, disk_bytes=4 << 20, **PATIENCE)
     (outcome,) = asyncio.run(Sandbox(allowed).run(program, [{"setup": setup, "expression": expression}]))
     return outcome
 
 
 def seen(scorer: Scorer, expression: str, setup: str = LIBC) -> Any:
-    """What a program finds out about its surroundings: the value of an expression, told as the result of a call."""
+    """A program's findings about its surroundings: the value of an expression, told as the result of a call."""
     outcome = run("", f"repr({expression})", setup)
     return outcome.get("value", outcome.get("error"))
 
@@ -353,7 +353,7 @@ def test_memory_of_all_processes_together_is_bounded(scorer: Scorer, program: st
 
 
 def test_many_small_processes_are_not_too_much_memory(scorer: Scorer) -> None:
-    """What each has from its birth counts once."""
+    """Memory that each process has from its birth counts once."""
     program = """
 import os, time
 for _ in range(6):

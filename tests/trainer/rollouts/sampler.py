@@ -72,8 +72,8 @@ Round = tuple[Future[Outcome], int, Future[Outcome] | None]
 
 
 class Sampler:
-    """What a schedule starts. `version` is what the server runs; `sent` is in order, first rounds only; `finish` ends a
-    draw's round. Those in `rounds` take so many, with a token in each."""
+    """The sampler that a schedule starts. `version` is what the server runs; `sent` is in order, first rounds only;
+    `finish` ends a draw's round. Those in `rounds` take so many, with a token in each."""
 
     def __init__(self, rounds: dict[int, int] | None = None) -> None:
         self.version = 0

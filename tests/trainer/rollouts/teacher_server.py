@@ -16,7 +16,7 @@ from trainer.data.tokenizer import Tokenizer
 
 @torch.no_grad()
 def logprobs(model: AutoModelForCausalLM, ids: list[int]) -> list[float]:
-    """What a model says of all tokens but the first."""
+    """The log-probabilities that a model gives all tokens but the first."""
     distributions = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)
     found: list[float] = distributions.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     return found

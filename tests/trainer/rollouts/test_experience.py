@@ -1,4 +1,4 @@
-"""What a step learns from: whose samples, in which order, in parts of which size."""
+"""Experience that a step learns from: whose samples, in which order, in parts of which size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which record comes next: the shuffled order, prioritised sampling and the curriculum."""
+"""The record that comes next: the shuffled order, prioritised sampling and the curriculum."""
 
 from __future__ import annotations
 

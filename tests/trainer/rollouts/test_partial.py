@@ -62,7 +62,7 @@ def in_rounds(
     between: Callable[[], object] = lambda: None,
     begun: Outcome | None = None,
 ) -> list[Outcome]:
-    """What each round comes to, until the group is complete; of one that has `begun`, that and the others."""
+    """The outcome of each round, until the group is complete; of one that has `begun`, that and the others."""
     found: list[Outcome] = [begun or running.round(record, n, 5).result(PATIENCE_S)]
     while isinstance(found[-1], Partial):
         between()

@@ -57,7 +57,7 @@ def taught(server: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer)
 
 
 def opinion(teacher: TeacherServer, record: Record, trajectory: Trajectory) -> list[float]:
-    """What the teacher's model says of the tokens after the prompt."""
+    """The log-probabilities that the teacher's model gives the tokens after the prompt."""
     prompt = record.prompt_ids
     return teacher.logprobs([*prompt, *trajectory.token_ids])[len(prompt) - 1 :]
 

@@ -1,4 +1,4 @@
-"""What an instance does next: each rule by itself."""
+"""The next action of an instance: each rule by itself."""
 
 from __future__ import annotations
 

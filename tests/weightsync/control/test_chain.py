@@ -361,7 +361,7 @@ async def test_one_that_cannot_be_read_hides_no_other_and_those_of_a_similar_nam
 
 
 async def test_a_conflict_moves_nothing_on() -> None:
-    """What was not written is written again under the same number."""
+    """A swap that was not written is written again under the same number."""
     past = History(KEYS, [1, 2])
     first: Mapping[str, bytes | None] = past.additions(OLD)
     assert past.additions(OLD) == first == {KEYS.past_swap(3): OLD.to_json()}

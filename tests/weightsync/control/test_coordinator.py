@@ -458,7 +458,7 @@ async def test_a_commit_is_no_larger_for_a_larger_fleet(server: Etcd) -> None:
 async def test_a_commit_that_the_store_refuses_aborts_the_swap_and_says_why(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody flips, and the next swap is committed."""
+    """No instance flips, and the next swap is committed."""
     coordinator, engine = fleet.coordinator(), await fleet.instance("a")
 
     async def refuse() -> None:

@@ -318,7 +318,7 @@ OF_META = {k: LLAMA_4[k] for k in LLAMA_4 if k not in ("head_dim", "attention_bi
 def test_configurations_differ_in_what_an_engine_reads(
     served: dict[str, Any], wanted: dict[str, Any], keys: tuple[str, ...]
 ) -> None:
-    """Whatever release of transformers has written them."""
+    """The release of transformers that has written them makes no difference."""
     assert differing(json.dumps(served), json.dumps(wanted)) == keys
 
 

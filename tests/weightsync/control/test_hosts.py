@@ -151,7 +151,7 @@ def test_two_hosts_have_arenas_of_their_own(store_url: str, monkeypatch: pytest.
 
 
 def test_bytes_of_a_slot_follow_from_its_contents(store_url: str, arena_directory: Path) -> None:
-    """What an earlier version of another shape left in the gaps and behind the manifest is gone."""
+    """Bytes that an earlier version of another shape left in the gaps and behind the manifest are gone."""
     tensors = {"a": np.ones(3, np.float32), "b": np.ones(5, np.int8)}
     with Publisher(store_url, model="demo") as publisher:
         with publisher.begin([(n, str(t.dtype), t.shape) for n, t in tensors.items()]) as draft:

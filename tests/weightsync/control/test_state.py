@@ -260,7 +260,7 @@ def test_a_trial_that_was_taken_out_of_the_commit_record_is_over() -> None:
 
 
 def test_a_canary_has_confirmed_when_it_serves() -> None:
-    """What it flipped to on trial has the epoch of the commit already."""
+    """The version that it flipped to on trial has the epoch of the commit already."""
     seen = {"swap": replace(TRYING, phase="commit"), "active": COMMITTED}
     b = replace(STAGED["b"], state="SERVING", active_version=2, active_epoch=6)
     assert isinstance(decide(view(**seen, instances={"a": FLIPPED, "b": b})), Wait)

@@ -1,4 +1,4 @@
-"""Whatever is written can be read: every class of records, and every parameter of a publisher that reaches a record."""
+"""Records that are written can be read: every class, and every parameter of a publisher that reaches one."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Hosts:
         return self.wait_for(found, host, digest, timeout_s)
 
     def wait_for(self, found: Callable[[], T | None], host: str, digest: str, timeout_s: float = 60.0) -> T:
-        """What the peer of this host is to bring about with a version."""
+        """The state that the peer of this host is to bring about with a version."""
         try:
             return wait_until(found, timeout_s)
         except AssertionError:

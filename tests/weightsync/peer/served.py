@@ -46,7 +46,7 @@ class Served:
 
     @property
     def copy(self) -> CopyRecord:
-        """What the store would say of it."""
+        """The copy's record in the store."""
         nbytes = self.path.stat().st_size
         return CopyRecord("a", slot_name(self.path, "a"), self.digest, nbytes, "ready", self.address, 0.0)
 

@@ -93,7 +93,7 @@ async def test_an_older_reader_is_told_the_digests_of_all_chunks(served: Served)
 
 
 async def test_an_older_reader_waits_for_a_copy_to_be_whole(reader: Reader) -> None:
-    """What it has so far may be read by those that know the manifest."""
+    """The part that a copy has so far may be read by those that know the manifest."""
     copy = await reader.claim()
     await reader.sources.close()
     served = reader.served

@@ -52,7 +52,7 @@ def instance(
 
 
 async def answer(record: InstanceRecord, **options: Any) -> dict[str, Any]:
-    """What an instance says to the prompt."""
+    """An instance's answer to the prompt."""
     body = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": False, **options}
     async with httpx.AsyncClient(timeout=WAIT_S, headers={"authorization": f"Bearer {record.key}"}) as client:
         said = (await client.post(f"{record.address}/generate", json=body)).raise_for_status().json()
@@ -105,7 +105,7 @@ def two_ranks() -> dict[str, tuple[str, ...]]:
 
 
 def expected(checkpoint: Path) -> list[int]:
-    """What a model of these weights says, computed by transformers."""
+    """The answer of a model of these weights, computed by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -158,7 +158,7 @@ async def test_ranks_on_two_hosts_swap_roll_back_and_end_together(
 
 
 def part_of_a_version(hosts: Hosts, host: str, version: VersionRecord) -> float:
-    """Which part of its bytes the host has fetched; it has fetched nothing else."""
+    """The part of its bytes that the host has fetched; it has fetched nothing else."""
     records = hosts.store.list(part_copy_key(KEYS, version.manifest_digest, host))[0]
     assert records, f"{host} has {hosts.copies(version.manifest_digest).get(host)}"
     return hosts.received(host) / hosts.copies(version.manifest_digest)[host].nbytes

@@ -198,7 +198,7 @@ class Failing:
 
 
 class Coming(Failing):
-    """What it brings is whole, and it has not said so yet."""
+    """A source whose copy is whole, and that has not said so yet."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer, self.go_on = peer, asyncio.Event()

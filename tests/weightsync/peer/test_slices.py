@@ -54,7 +54,7 @@ def part_of(hosts: Hosts, host: str, digest: str, slices: Slices) -> PartCopyRec
 
 
 def chunk_bytes(record: VersionRecord, slices: Slices) -> int:
-    """What the chunks that have something of these slices have, in all."""
+    """The bytes of all chunks that have something of these slices."""
     nbytes = Path(record.slot.removeprefix("//a")).stat().st_size
     chunks = slices.chunks(nbytes, CHUNK)
     return sum(min(CHUNK, nbytes - at) for n, at in enumerate(range(0, nbytes, CHUNK)) if chunks >> n & 1)

@@ -209,7 +209,7 @@ async def test_a_writer_that_is_gone_costs_one_version(hosts: Hosts, transport: 
 
 
 def test_an_adapter_goes_onto_a_version_that_is_whole_nowhere(hosts: Hosts, transport: Transport) -> None:
-    """Nobody has asked for the version, so nobody fetches it; as long as both shares are offered it can be built on."""
+    """No host fetches the version, as none has asked for it; as long as both shares are offered it can be built on."""
     hosts.start("ab")
     publisher = hosts.publisher("a")
     wait_until(lambda: "b" in publisher.share_hosts(), 60)

@@ -1,4 +1,4 @@
-"""What stands of versions that lie on several hosts when a trainer, a peer, or an answer of the store is lost."""
+"""Versions that lie on several hosts when a trainer, a peer, or an answer of the store is lost: what stands of them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_peer_that_starts_before_the_commit_keeps_the_share(hosts: Hosts, tran
 
 
 def test_an_older_version_comes_back_after_all_peers_were_restarted(hosts: Hosts, transport: Transport) -> None:
-    """Nobody has asked for it before, so no host has all of it."""
+    """No host has all of the version, as none has asked for it before."""
     hosts.start("abc")
     publisher = hosts.publisher("a")
     wait_until(lambda: set(publisher.share_hosts()) == {"b", "c"}, 60)

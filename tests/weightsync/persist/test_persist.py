@@ -68,7 +68,7 @@ class Host:
             assert await self.persist()
 
     async def persist(self, **bounds: int) -> bool:
-        """What the process does when it is told to end."""
+        """The last steps of the process when it is told to end."""
         stopped, kept = asyncio.Event(), self.disk(**bounds)
         stopped.set()
         with kept.lock():
@@ -91,7 +91,7 @@ class Host:
         return Disk(self.copies, **bounds)
 
     async def told(self, wanted: Callable[[DiskRecord], bool]) -> DiskRecord:
-        """What the process says in the store, once it is that."""
+        """The record of the process in the store, once it is as wanted."""
 
         async def found() -> DiskRecord | None:
             kv = await self.store.get(KEYS.disk(""))

@@ -1,4 +1,4 @@
-"""What a trainer may hand to a publisher: named tensors, an adapter of PEFT's; and what is said of anything else."""
+"""Objects that a trainer may hand to a publisher: named tensors, an adapter of PEFT's; and what is said of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is etcd's own: the URL, the namespace, certificates, users, and refusals that say what to do."""
+"""Features of etcd's own: the URL, the namespace, certificates, users, and refusals that say what to do."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ async def test_a_token_that_ended_is_renewed(guarded: tuple[Etcd, Path], tmp_pat
 
 
 def in_a_fork(store: Store) -> str:
-    """What a forked child hears from the store of its parent."""
+    """The message that a forked child hears from the store of its parent."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         try:

@@ -37,7 +37,7 @@ async def store(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 async def persistently(work):  # type: ignore[no-untyped-def]
-    """What every caller of a store does about an outage: try again."""
+    """The way of every caller of a store with an outage: try again."""
 
     async def attempt():  # type: ignore[no-untyped-def]
         with contextlib.suppress(StoreUnavailable):
@@ -210,7 +210,7 @@ async def test_an_etcd_that_lost_its_data_is_never_taken_for_the_store_it_was(se
 
 @pytest.mark.parametrize("known_by", ["cluster", "term", "watch"])
 async def test_an_etcd_that_was_restored_is_known_by(known_by: str, server: Etcd, store: Store) -> None:
-    """What answers has a revision that this process has seen, as after a restore that raises it."""
+    """The server that answers has a revision that this process has seen, as after a restore that raises it."""
     _, read_at = await store.list("")
     other = open_store(store.url)
     if known_by == "watch":
@@ -411,7 +411,7 @@ def renewed(directory: Path) -> Tls:
 
 
 def copied(tls: Tls, directory: Path) -> dict[str, object]:
-    """What a client needs of `tls`, in `directory`: options of its URL."""
+    """Files of `tls` that a client needs, in `directory`: options of its URL."""
     directory.mkdir(exist_ok=True)
     for source in (tls.ca, tls.cert, tls.key):
         shutil.copy(source, directory / source.name)

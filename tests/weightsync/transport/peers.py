@@ -136,7 +136,7 @@ class Reads:
         wait_until(lambda: self.count > 0 or self._done.done(), READ_TIMEOUT_S)
 
     def error(self) -> WeightSyncError:
-        """What it raised."""
+        """The error that it raised."""
         try:
             error = self._done.exception(READ_TIMEOUT_S)
             assert isinstance(error, WeightSyncError)

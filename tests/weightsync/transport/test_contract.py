@@ -1,4 +1,4 @@
-"""What every transport keeps to, with real peers that die and freeze."""
+"""Rules that every transport keeps to, with real peers that die and freeze."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_peer_frozen_in_the_middle_of_a_read_writes_nothing_when_it_wakes(
     target[:] = b"\xaa" * NBYTES
     assert read_all(transport, healthy) == healthy.content  # while it is frozen
     other.thaw()
-    # What it had still to send went out before this, which it sends when it is awake.
+    # Bytes that it had still to send went out before these, which it sends when it is awake.
     assert read_again(transport, other) == other.content
     assert target[:] == b"\xaa" * NBYTES
     transport.connect(other.endpoint).read(into, other.region, [whole(other)], READ_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Who is let in by the TCP transport, how it listens, and how a read is spread over connections."""
+"""Peers that the TCP transport lets in, how it listens, and how a read is spread over connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def connected(serving: Peer | Transport) -> socket.socket:
 
 
 def answer(connection: socket.socket, hello: bytes) -> bytes:
-    """What comes back; nothing when it hangs up, in whatever way. Raises TimeoutError when it does neither."""
+    """The bytes that come back; none after a hang-up of any kind. Raises TimeoutError when neither comes."""
     connection.settimeout(READ_TIMEOUT_S)
     try:
         connection.sendall(hello)

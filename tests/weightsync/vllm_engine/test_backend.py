@@ -1,4 +1,4 @@
-"""What a worker offers again when a version is asked for once more, on stagings that finish when the test says so."""
+"""Stagings that a worker offers again when a version is asked for once more; they finish when the test says so."""
 
 from __future__ import annotations
 

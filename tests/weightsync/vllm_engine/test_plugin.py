@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 
 def answers(checkpoint: Path, plugins: str | None) -> list[str]:
-    """What the program prints; `plugins`: those that vLLM loads, None for all."""
+    """The program's output; `plugins`: those that vLLM loads, None for all."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
     program = PROGRAM
     if plugins is not None:  # in one process, which starts sooner

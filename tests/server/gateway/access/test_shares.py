@@ -130,7 +130,7 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 async def taken(gateway: Gateway, units: int) -> int:
-    """What it lets through, asked again and again, until it is so much."""
+    """The units that the gateway lets through, asked again and again, until they are so many."""
     passed = 0
 
     def enough() -> bool:

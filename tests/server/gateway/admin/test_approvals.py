@@ -99,7 +99,7 @@ async def test_a_rollback_needs_none_and_is_no_way_around_it(gateway: RunningGat
 
 @pytest.mark.parametrize("order", [(1, 2), (1, 2, 3), (1, 2, 1, 3), (1, 3), (2, 3, 2, 3)], ids=str)
 async def test_one_identity_alone_only_goes_back(gateway: RunningGateway, order: tuple[int, ...]) -> None:
-    """Whatever it asks for, and in which order: nothing becomes active that first served after what is active."""
+    """A version that first served after the active one becomes active in no order of requests."""
     for version in order:
         assert (await ask(gateway, "POST", "/weights/activate", version=version))[0] == 200
     await policy(gateway, "activate")

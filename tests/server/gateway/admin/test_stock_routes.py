@@ -28,7 +28,7 @@ FORWARDED = [
     post("/generate", headers=INFER),
     get("/v1/models", INFER),
 ]
-# What TRL's VLLMClient asks besides, on the same base URL.
+# Routes that TRL's VLLMClient asks besides, on the same base URL.
 SCALE_OUT = ["/inference/v1/generate", "/v1/chat/completions/render", "/v1/completions/render"]
 
 

@@ -295,7 +295,7 @@ def test_other_tensors_come_with_a_configuration(
     other = weights() | {"lm_head.weight": np.zeros((2100, 256), np.float16)}
     with refused("remote_error") as caught:
         plain.publish(other, activate=False)
-    # Which is found first, the size or the names, depends on how the bytes arrive.
+    # The fault that is found first, the size or the names, depends on how the bytes arrive.
     assert caught.value.answer_code in ("request_too_large", "unexpected_tensor")
     with refused("remote_error", match="vocab_size") as caught:
         plain.publish(other, config=config | {"vocab_size": 32}, activate=False)

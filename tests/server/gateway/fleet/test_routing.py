@@ -1,4 +1,4 @@
-"""Who answers: the policy, with made-up candidates and with many random ones."""
+"""The policy of who answers, with made-up candidates and with many random ones."""
 
 from __future__ import annotations
 

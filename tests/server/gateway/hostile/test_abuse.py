@@ -71,7 +71,7 @@ async def behind(gateway: GatewayProcess) -> AsyncIterator[Upstream]:
 
 
 def reached(up: Upstream) -> list[Received]:
-    """What came from clients: a gateway's own questions are GETs of three paths."""
+    """Requests that came from clients: a gateway's own questions are GETs of three paths."""
     own = ("/health", "/metrics", "/hotswap/prefixes")
     return [r for r in up.requests if r.target.partition("?")[0] not in own]
 
@@ -251,7 +251,7 @@ async def test_memory_is_back_after_thousands_of_bad_requests(gateway: GatewayPr
 
 
 async def test_prompts_and_keys_are_in_no_log(gateway: GatewayProcess, behind: Upstream) -> None:
-    """Whatever becomes of the request; what was printed is looked through when the process has ended."""
+    """The output of the process is looked through when it has ended, for requests of any outcome."""
     for headers in (AUTH, "Authorization: Bearer PLANTED-guess\r\n", "X-Api-Key: PLANTED-guess\r\n", ""):
         for body in (
             b'{"prompt": "PLANTED"',

@@ -67,7 +67,7 @@ class MemoryTransport(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-# What /readyz and /openapi.json ask, some turns of the loop later; and a question that was called off.
+# Questions of /readyz and /openapi.json, some turns of the loop later; and one that was called off.
 OWN = (b"GET /health HTTP/1.1\r\nhost: 127.0.0.1:1\r\n\r\n", b"")
 OWN += (b"GET /hotswap/openapi.json HTTP/1.1\r\nhost: 127.0.0.1:1\r\n\r\n",)
 
@@ -103,7 +103,7 @@ class Bench:
         self.gateway.default.fleet.serving = [instance]
 
     def feed(self, pieces: list[bytes], reply: bytes = b"") -> tuple[bytes, list[bytes]]:
-        """What a client sends, in pieces; returns what it gets and what goes to the instance."""
+        """A client sends these pieces; returns what it gets and what goes to the instance."""
         return self.loop.run_until_complete(self._feed(pieces, reply))
 
     async def _feed(self, pieces: list[bytes], reply: bytes) -> tuple[bytes, list[bytes]]:

@@ -335,7 +335,7 @@ async def test_idle_connections_are_closed(hasty: RunningGateway) -> None:
      b'{"a": "\xc0\xaf"}', b'{"a": "\xed\xa0\x80"}', gzip.compress(b'{"a": 1}', mtime=0)],
 )  # fmt: skip
 async def test_malformed_json_is_400_and_goes_nowhere(gateway: RunningGateway, body: bytes) -> None:
-    """Whatever its coding is said to be."""
+    """The coding that the request names changes nothing."""
     raw = post("/v1/chat/completions", body, "Content-Encoding: gzip\r\n")
     async with gateway.instance() as up:
         assert (await gateway.ask(raw)).refusal == (400, "invalid_json")

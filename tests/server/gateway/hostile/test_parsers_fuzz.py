@@ -264,7 +264,7 @@ pieces = st.sampled_from([b'"', b"\\", b'\\"', b"\\\\", b"{", b"}", b":", b",", 
 
 
 def left_out(body: bytes) -> bytes:
-    """What `without_texts` does, without a bound on how long it looks."""
+    """The result of `without_texts`, without a bound on how long it looks."""
     return TEXT.sub(lambda m: b'"%b"' % (b"." * 44 + b"%020d" % len(m[1]) if len(m[1]) > 24 else m[1]), body)
 
 
@@ -291,7 +291,7 @@ def looked_into(body: bytes) -> bodies.Fields:
 
 
 def shape(value: object) -> object:
-    """What is the same whether texts were left out or not."""
+    """The part of a value that is the same whether texts were left out or not."""
     if isinstance(value, dict):
         return [shape(v) for v in value.values()]
     if isinstance(value, list):

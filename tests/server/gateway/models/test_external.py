@@ -129,7 +129,7 @@ async def test_a_stream_passes_and_its_tokens_are_counted(tmp_path: Path) -> Non
 )
 @pytest.mark.parametrize("route", sorted(ROUTES - {"/v1/embeddings"}))
 async def test_nothing_follows_an_error_in_a_stream(tmp_path: Path, route: str, error: bytes, http: bytes) -> None:
-    """However its bytes arrive. What looks like an error inside of a text is none."""
+    """Bytes of the error may arrive in any pieces. Text that looks like an error is none."""
     first = chunk('say "error": {} and "type":"error"')
     whole = first + error + b"\n\n" + b"data: [DONE]\n\n" + chunk("more")
     cuts = [len(first), len(first) + len(error) // 2, len(first) + len(error) + 1, len(first) + len(error) + 2]

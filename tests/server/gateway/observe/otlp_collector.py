@@ -32,7 +32,7 @@ class Seen:
 
 @dataclass
 class Collector:
-    """What has arrived. `answer` is the status it gives; `bodies` are the raw requests."""
+    """A collector and what has arrived there. `answer` is the status it gives; `bodies` are the raw requests."""
 
     port: int = 0
     answer: int = 200

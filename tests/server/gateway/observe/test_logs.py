@@ -29,7 +29,7 @@ from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord
 
-# What must not be found anywhere but on its way through.
+# Secrets that must not be found anywhere but on their way through.
 KEY, OTHER_KEY, ADMIN_KEY = "sk-planted-inference-key", "sk-planted-key-nobody-issued", "planted-admin-key-0123"
 PROMPT, REPLY, COOKIE, QUERY = "planted prompt words", "planted reply words", "planted-cookie", "planted-query"
 PLANTED = (KEY, OTHER_KEY, ADMIN_KEY, PROMPT, REPLY, COOKIE, QUERY, "planted")

@@ -43,7 +43,7 @@ def event(payload: dict[str, Any]) -> bytes:
 
 
 def trace(*choices: int, prompts: int = 1) -> Trace:
-    """What the instance knows when choices of so many tokens, spread over `prompts` prompts of 5, have ended."""
+    """The instance's trace when choices of so many tokens, spread over `prompts` prompts of 5, have ended."""
     known = Trace()
     per_prompt = len(choices) // prompts
     for p in range(prompts):

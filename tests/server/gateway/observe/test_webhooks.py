@@ -114,7 +114,7 @@ async def new_keys(gateway: RunningGateway, *names: str) -> None:
 
 
 def signatures(headers: dict[str, str], body: bytes, *secrets: str) -> str:
-    """What the header must be, by the specification's words."""
+    """The header as it must be, by the specification's words."""
     content = b".".join([headers["webhook-id"].encode(), headers["webhook-timestamp"].encode(), body])
     keys = [base64.b64decode(secret.removeprefix("whsec_")) for secret in secrets]
     return " ".join("v1," + base64.b64encode(hmac.digest(key, content, hashlib.sha256)).decode() for key in keys)

@@ -67,7 +67,7 @@ def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningG
 
 
 async def ask(gateway: RunningGateway, prompt: str, headers: str = "") -> Client:
-    """Returns when the gateway has it, at an instance, in line or refused. Who drops what this returns hangs up."""
+    """Returns when the gateway has it, at an instance, in line or refused. A test that drops the client hangs up."""
     model, refused = gateway.gateway.default, gateway.gateway.stats.refused
     gate, stats = model.gate, model.stats
     before = stats.inflight + sum(refused.values())

@@ -1,4 +1,4 @@
-"""What becomes of a release, from what was counted; false alarms, missed harm and intervals, by simulation."""
+"""The verdict on a release, from what was counted; false alarms, missed harm and intervals, by simulation."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def waiting(client: GatewayProtocol) -> int:
 
 
 async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) -> None:
-    """What a client does not take stays with the instance: the gateway and the kernel hold a bounded part of it."""
+    """Bytes that a client does not take stay with the instance: the gateway and the kernel hold a bounded part."""
     total, chunk = 256 * 2**20, b"x" * 65536
     sent = 0
 

@@ -1,4 +1,4 @@
-"""What is kept of a stream so that another instance can go on with it: in whatever pieces it came."""
+"""The journal of a stream, with which another instance can go on with it: in whatever pieces it came."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ NAMED: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def documents(live: LiveServer) -> dict[str, Any]:
-    """What vLLM publishes of its routes, ours among them."""
+    """Documents that vLLM publishes of its routes, ours among them."""
     with httpx.Client(**live.direct()[0], timeout=120) as instance:
         own = instance.get("/hotswap/openapi.json").json()
         whole: dict[str, Any] = instance.get("/openapi.json").json()
@@ -234,7 +234,7 @@ def test_a_hostile_value_of_any_field_gets_a_typed_answer(
 
 
 def untyped(answer: httpx.Response) -> str:
-    """What is wrong with an answer, if anything is."""
+    """The fault of an answer, if there is one."""
     if answer.status_code == 200:
         text = answer.text
         return f"200 with {text[-300:]}" if text.startswith("data:") and '"InternalServerError"' in text else ""

@@ -1,4 +1,4 @@
-"""What vLLM and this server really take and answer, held against the document they publish."""
+"""Requests that vLLM and this server really take, and their answers, held against the document they publish."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def test_sampled_streams_go_on_and_those_that_cannot_say_so(fleet: Fleet) -> Non
 
 
 def test_a_stream_that_has_crossed_a_swap(fleet: Fleet, checkpoints: dict[str, Path]) -> None:
-    """Which version wrote what is known of the whole answer, whoever tells its end, and in whichever form."""
+    """The version that wrote each token is known of the whole answer, whoever tells its end, and in whichever form."""
     common = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS}
     bodies = {
         "/generate": common | {"prompt_token_ids": PROMPTS[0]},
@@ -316,7 +316,7 @@ def test_a_stream_that_has_crossed_a_swap(fleet: Fleet, checkpoints: dict[str, P
         # A busy instance gives many tokens at once: a whole answer may be three events.
         wait_until(lambda: all(s.events or s.over for s in streams), 120)
         assert fleet.live.activate(after).status_code == 200
-        # Nobody could go on with one whose last token the old weights wrote.
+        # Streams whose last token the old weights wrote could not be continued.
         wait_until(lambda: all(b'"weight_version":%d' % after in s.raw or s.over for s in streams), 120)
         kill(whole_instance(fleet.live, (busy(fleet.live) or [0])[0]))
         found = [s for s in streams if s.finish().last.get("resumed_at")]

@@ -30,7 +30,7 @@ def embedded(url: str, name: str) -> list[list[float]]:
 
 
 def ranked(url: str, name: str, route: str, texts: list[str]) -> list[float]:
-    """What `route` says of each text's likeness to the first one. Raises httpx.HTTPStatusError."""
+    """Each text's likeness to the first one, as `route` tells it. Raises httpx.HTTPStatusError."""
     pairs = (
         {"text_1": texts[0], "text_2": texts} if route.endswith("score") else {"query": texts[0], "documents": texts}
     )

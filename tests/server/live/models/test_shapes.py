@@ -108,7 +108,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def supervised(live: LiveServer) -> Iterator[None]:
-    """What has ended is started again, as by `hotswap up`."""
+    """Processes that have ended are started again, as by `hotswap up`."""
     done = threading.Event()
 
     def supervise() -> None:

@@ -1,4 +1,4 @@
-"""What is kept of answers is what clients got: texts, tokens and the versions that wrote them, on every route."""
+"""Records of answers have what clients got: texts, tokens and the versions that wrote them, on every route."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_records_say_what_the_answers_said_over_swaps(
 
 
 def check(answer: Answer, raw: bytes, *, streamed: bool) -> None:
-    """What else a record says, against the answer."""
+    """The rest of a record, held against the answer."""
     assert answer.whole
     assert answer.completion_tokens == sum(choice.weight_versions[-1].end for choice in answer.choices)
     ids = {p.get("id") or (p.get("response") or p.get("message") or {}).get("id") for p in events(raw)} - {None}

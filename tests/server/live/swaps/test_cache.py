@@ -129,7 +129,7 @@ def test_a_session_keeps_its_cache_over_swaps(
 async def test_answers_from_the_cache_are_right_after_streams_crossed_many_swaps(
     live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
-    """What streams of all policies wrote through many swaps is continued by each version, from the cache and afresh."""
+    """Each version continues what streams of all policies wrote through many swaps, from the cache and afresh."""
     live.push(checkpoints["a"])
     live.push(checkpoints["b"])
     stop = asyncio.Event()

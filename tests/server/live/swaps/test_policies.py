@@ -1,4 +1,4 @@
-"""What swaps do to requests in flight and to the prefix cache: real vLLM, asked at the instance as the gateway asks."""
+"""Effects of swaps on requests in flight and the prefix cache: real vLLM, asked at the instance as the gateway asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real instance reports of its prefix cache: what it computed, under which version, and until when."""
+"""Reports of a real instance on its prefix cache: what it computed, under which version, and until when."""
 
 from __future__ import annotations
 

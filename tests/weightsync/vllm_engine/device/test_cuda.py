@@ -92,7 +92,7 @@ def test_what_a_flip_replaced_is_handed_to_the_caller() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flip_that_failed_halfway_is_undone_by_the_version_before(kind: type[Generation]) -> None:
-    """What is staged never changes, so committing the old version again puts all of it back."""
+    """Staged weights never change, so committing the old version again puts all of it back."""
 
     refuses: Any = MappingProxyType({})
     module = linear(CPU)

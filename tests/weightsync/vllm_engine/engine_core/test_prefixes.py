@@ -1,4 +1,4 @@
-"""Which prefixes the cache holds: the table by itself, and fed by vLLM's own cache manager.
+"""Prefixes that the cache holds: the table by itself, and fed by vLLM's own cache manager.
 
 After a commit each block is zeroed once, when it is next allocated, in the layers of every kind of attention; and an
 image is encoded anew.
@@ -138,7 +138,7 @@ BLOCKS = 9  # one block is vLLM's own
 
 @pytest.fixture
 def scheduler() -> Any:
-    """What is asked of vLLM's scheduler, around its own cache manager."""
+    """The parts of vLLM's scheduler that are asked, around its own cache manager."""
     heard: list[Any] = []
     init_none_hash(sha256)
     spec = FullAttentionSpec(**SIZES | {"block_size": BLOCK})

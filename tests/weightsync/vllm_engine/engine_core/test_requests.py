@@ -275,7 +275,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 @dataclass
 class Told:
-    """What a client has of an answer."""
+    """The part of an answer that a client has."""
 
     texts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)

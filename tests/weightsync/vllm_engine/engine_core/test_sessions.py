@@ -84,8 +84,8 @@ class Engine:
         self._write(one, count)
 
     def check(self, one: Any, found: Any) -> None:
-        """The hit is of these very tokens, by the weights that the request tells of. What others than the weights that
-        run had a part in is of its own session."""
+        """The hit is of these very tokens, by the weights that the request tells of. Tokens that other
+        weights than those that run had a part in are of its own session."""
         begin, told = 0, list[str]()
         for end, version in getattr(one, "_hotswap_prompt", []):
             told += [self.bytes_of[version]] * (end - begin)

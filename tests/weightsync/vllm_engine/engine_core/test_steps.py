@@ -57,7 +57,7 @@ _has_global_unfinished_reqs = steps.meeting(_original)
 
 
 class Together:
-    """What ranks tell each other, all at the same time."""
+    """An exchange of what ranks tell each other, all at the same time."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier, self._said = threading.Barrier(ranks, timeout=LONGEST_S), [None] * ranks

@@ -1,4 +1,4 @@
-"""Which kernel multiplies by a matrix, and what it computes; what vLLM's kernels for adapters compute in a worker of
+"""The kernel that multiplies by a matrix, and what it computes; what vLLM's kernels for adapters compute in a worker of
 ours; which tensors are built together; and which processing is recognised as moving words alone."""
 
 from __future__ import annotations

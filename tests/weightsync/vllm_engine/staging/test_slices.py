@@ -1,4 +1,4 @@
-"""What ranks read of a version, by vLLM's own loaders: with those bytes alone they build all that they run."""
+"""Bytes that ranks read of a version, by vLLM's own loaders: with those alone they build all that they run."""
 
 from __future__ import annotations
 
