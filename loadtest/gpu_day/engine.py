@@ -149,7 +149,8 @@ class Side:
         self, live: nn.Module, twin: Callable[[], nn.Module], device: Device, *, piece_nbytes: int = PIECE_NBYTES
     ) -> None:
         """`piece_nbytes`: what is read, copied and summed at a time."""
-        parallel = SimpleNamespace(rank=0, world_size=1, local_world_size=1)
+        alone = {"data_parallel_rank": 0, "data_parallel_size": 1}
+        parallel = SimpleNamespace(rank=0, world_size=1, local_world_size=1, **alone)
         place = placed(live, device, "copy")
         place.piece_nbytes, place._ring = piece_nbytes, Ring(device.torch, piece_nbytes)
         self.live, self.place = live, place
