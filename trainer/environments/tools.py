@@ -173,11 +173,12 @@ async def _mcp_tools(config: McpTools) -> AsyncIterator[list[Tool]]:
 
 
 def _refused(error: Exception) -> bool:
-    """Whether the server answered with this error, as to arguments that the model left out."""
+    """Whether the server answered so to the call, as to arguments that the model left out. Other errors may be those
+    of a connection: the SDK gives a lost session and a proxy's answer the codes of bad requests and internal errors."""
     from mcp.shared.exceptions import MCPError
-    from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+    from mcp_types import INVALID_PARAMS, METHOD_NOT_FOUND
 
-    return isinstance(error, MCPError) and error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT)
+    return isinstance(error, MCPError) and error.code in (INVALID_PARAMS, METHOD_NOT_FOUND)
 
 
 class McpServer:
