@@ -58,6 +58,7 @@ class Engine:
     def __init__(self, client: Any, tethers: Tethers, grammars: Limits = DEFAULT) -> None:
         self.client, self.tethers = client, tethers
         self._ranks = Ranks(client)
+        self._in_turn = asyncio.Lock()  # of calls that ranks which share experts answer together
         self.active: tuple[int, int] | None = None
         self.hosts: tuple[str, ...] = ("",)
         self.devices: tuple[DeviceRecord, ...] = ()
@@ -193,7 +194,8 @@ class Engine:
         async with self.inflight.closing(version):
             self.adapters.withdraw(version)
             timeout_s = COMMON_FLIP_TIMEOUT_S if share_experts(self.client.vllm_config) else FLIP_TIMEOUT_S
-            flips = await self._answer(self._ranks.call("hotswap_commit", version, withdrawn), timeout_s)
+            async with self._in_turn:
+                flips = await self._answer(self._ranks.call("hotswap_commit", version, withdrawn), timeout_s)
             self.active, self.inflight.active = (version, epoch), version
             self.adapters.offer(version)
         return {name: max(flip[name] for flip in flips) for name in ("flip_ms", "commit_ms")}
@@ -219,11 +221,13 @@ class Engine:
 
     async def pause(self) -> None:
         """Generate nothing until `resume`; requests stay where they are, and so do their KV blocks."""
-        await self.client.pause_generation(mode="keep", clear_cache=False)
+        async with self._in_turn:
+            await self._answer(self.client.pause_generation(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
         """Generate on."""
-        await self.client.resume_generation()
+        async with self._in_turn:
+            await self._answer(self.client.resume_generation())
 
     @property
     def sleeps_in_place(self) -> bool:
@@ -233,11 +237,13 @@ class Engine:
     async def sleep(self) -> None:
         """Weights to pinned host memory, KV cache dropped; requests that still run are aborted."""
         await self._answer(self._ranks.workers("hotswap_vacate"))
-        await self._answer(self.client.sleep(level=1))
+        async with self._in_turn:
+            await self._answer(self.client.sleep(level=1))
 
     async def wake(self) -> None:
         """Everything back on the device; the weights are those it slept with."""
-        await self._answer(self.client.wake_up())
+        async with self._in_turn:
+            await self._answer(self.client.wake_up())
 
     async def died(self) -> None:
         """Return when the engine has ended behind our back."""

@@ -156,8 +156,19 @@ def share_experts(vllm_config: Any) -> bool:
 
 
 def check_ranks(vllm_config: Any) -> None:
-    """Raises ConfigError for data-parallel ranks that have whole experts, which no test has swapped."""
-    if share_experts(vllm_config) and vllm_config.parallel_config.enable_expert_parallel:
+    """Raises ConfigError for ranks that share experts and are not all of this instance, or in a way that no test has
+    swapped."""
+    if not share_experts(vllm_config):
+        return
+    parallel, draft = vllm_config.parallel_config, vllm_config.speculative_config
+    if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
+        raise ConfigError(
+            "a mixture of experts with data-parallel ranks in several instances: they cannot flip together. Start all "
+            "ranks in one instance, without --data-parallel-rank, -external-lb and -hybrid-lb."
+        )
+    if draft is not None and "mtp" not in draft.method and getattr(draft.draft_model_config, "is_moe", False):
+        raise ConfigError("--data-parallel-size with a draft model that is a mixture of experts: take a dense one.")
+    if parallel.enable_expert_parallel:
         raise ConfigError(
             "--data-parallel-size with --enable-expert-parallel: swaps of experts that lie in other ranks are not "
             "supported. Leave one of the two out: without the second each rank has a part of every expert."

@@ -121,23 +121,27 @@ class Core:
 
 
 def engine_of(
-    *cores: Core, moe: bool = False, whole_experts: bool = False, tethers: Tethers | None = None
+    *cores: Core, moe: bool = False, draft: Any = None, tethers: Tethers | None = None, **parallel: bool
 ) -> real.Engine:
-    """The engine over these cores, one for each data-parallel rank."""
+    """The engine over these cores, one for each data-parallel rank. `parallel`: settings of vLLM's that are on."""
     ranks = {str(rank).encode(): core for rank, core in enumerate(cores)}
 
     async def call(method: str, *args: Any, engine: bytes) -> Any:
         return await ranks[engine].call(method, *args)
 
-    parallel = SimpleNamespace(
-        nnodes=len(set(cores[0].hosts)), data_parallel_size=len(cores), enable_expert_parallel=whole_experts
+    off = dict.fromkeys(("enable_expert_parallel", "data_parallel_external_lb", "data_parallel_hybrid_lb"), False)
+    hosts = len(set(cores[0].hosts))
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(nnodes=hosts, data_parallel_size=len(cores), **off | parallel),
+        model_config=SimpleNamespace(is_moe=moe),
+        speculative_config=draft,
     )
     client = SimpleNamespace(
         errored=False,
         model_config=SimpleNamespace(get_vocab_size=lambda: 8),
         generate=None,
         encode=None,
-        vllm_config=SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe)),
+        vllm_config=config,
         engine_core=SimpleNamespace(core_engines=list(ranks), _call_utility_async=call),
     )
     return real.Engine(client, tethers or Tethers())

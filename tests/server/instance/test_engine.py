@@ -6,6 +6,7 @@ A double of vLLM's client stands for the engine cores.
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,11 +121,54 @@ async def test_a_staging_that_takes_too_long_is_stopped() -> None:
     assert all("hotswap_drop" in core.calls for core in cores)
 
 
-async def test_ranks_that_have_whole_experts_are_refused() -> None:
-    await engine_of(Core(), moe=True, whole_experts=True).prepare([], {})
-    await engine_of(Core(), Core(), moe=True).prepare([], {})
-    with pytest.raises(ConfigError, match="Leave one of the two out"):
-        await engine_of(Core(), Core(), moe=True, whole_experts=True).prepare([], {})
+DRAFT = SimpleNamespace(method="draft_model", draft_model_config=SimpleNamespace(is_moe=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"enable_expert_parallel": True}, "Leave one of the two out"),
+        ({"data_parallel_external_lb": True}, "Start all ranks in one instance"),
+        ({"data_parallel_hybrid_lb": True}, "Start all ranks in one instance"),
+        ({"draft": DRAFT}, "take a dense one"),
+    ],
+)
+async def test_ranks_that_share_experts_are_refused_where_they_cannot_flip_together(
+    options: dict[str, Any], said: str
+) -> None:
+    await engine_of(Core(), moe=True, **options).prepare([], {})
+    await engine_of(Core(), Core(), **options).prepare([], {})
+    with pytest.raises(ConfigError, match=said):
+        await engine_of(Core(), Core(), moe=True, **options).prepare([], {})
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
+async def test_ranks_that_share_experts_take_a_dense_draft_and_a_head(method: str) -> None:
+    draft = SimpleNamespace(method=method, draft_model_config=SimpleNamespace(is_moe=method == "mtp"))
+    await engine_of(Core(), Core(), moe=True, draft=draft).prepare([], {})
+
+
+async def test_a_pause_that_ends_waits_for_the_commit() -> None:
+    """Ranks that share experts answer each together, and must hear of them in one order."""
+    engine, order, begun, goes_on = engine_of(Core()), list[str](), asyncio.Event(), asyncio.Event()
+
+    async def resume() -> None:
+        order.append("resume")
+
+    async def commit(*_: Any) -> list[Any]:
+        begun.set()
+        await goes_on.wait()
+        order.append("commit")
+        return [{"flip_ms": 1.0, "commit_ms": 1.0}]
+
+    engine.client.resume_generation, engine._ranks.call = resume, commit  # type: ignore[method-assign]
+    committing = asyncio.create_task(engine.commit(2, 1, withdrawn=False))
+    await begun.wait()
+    resuming = asyncio.create_task(engine.resume())
+    await eventually(lambda: engine._in_turn.locked())
+    goes_on.set()
+    await asyncio.gather(committing, resuming)
+    assert order == ["commit", "resume"]
 
 
 async def test_ranks_that_share_experts_have_built_a_version_together() -> None:
