@@ -227,7 +227,9 @@ def learning(
     """Whether SFT, DPO, GRPO and PPO raise held-out accuracy: on sums, on code run in the sandbox, and with a tool."""
     from loadtest.training.learning.bench import run
 
-    run(json, seed=seed, tasks=task or (), ways=way or (), docs=docs)
+    found = run(json, seed=seed, tasks=task or (), ways=way or (), docs=docs)
+    if not all(one.get("learned") for each in found["tasks"].values() for one in each["runs"].values()):
+        raise typer.Exit(1)
 
 
 @app.command(name="rl-step")

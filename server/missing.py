@@ -20,11 +20,12 @@ def in_checkout(root: Path = ROOT) -> bool:
 def setup(accel: str = "", *, anew: bool = False, root: Path = ROOT) -> str:
     """The command that installs all that Hotswap needs, as this package was installed: `make` in a checkout, else pip,
     which finds hotswap there and adds the packages of the extra. `accel`: cpu or cuda, where only one will do; `anew`:
-    nothing of what is installed can stay."""
+    nothing of what is installed can stay, and no index has hotswap."""
     if in_checkout(root):
         return f"`{'make clean && ' if anew else ''}make setup{f' ACCEL={accel}' if accel else ''}`"
-    where = "in a new virtual environment, " if anew else ""
-    return f"{where}`pip install 'hotswap[{accel or 'cpu'}]'`" + ("" if accel else " (hotswap[cuda] for GPUs)")
+    if anew:
+        return f"in a new virtual environment install this release's wheels again, hotswap with the extra `{accel}`"
+    return f"`pip install 'hotswap[{accel or 'cpu'}]'`" + ("" if accel else " (hotswap[cuda] for GPUs)")
 
 
 def told(package: str) -> CliError:

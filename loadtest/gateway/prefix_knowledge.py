@@ -1,6 +1,6 @@
 """How many prefix-cache hits gateways get that know only what they have sent, and how many if they knew every cache.
 
-    python -m loadtest.gateway.prefix_knowledge [--json FILE] [--small]
+    hotswap bench prefixes [--json FILE] [--small]
 
 A simulation with the code of the gateway (server/gateway/fleet: policy and tables), of the instance (the ledger of what
 it reports) and of the engine (weightsync: which prefixes it holds). Conversations without a session id run on

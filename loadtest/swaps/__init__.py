@@ -1,2 +1,2 @@
-"""The cost of a weight swap: to streams (`stall`), a fleet (`fleet`), an idle instance (`staging`), the prefix cache
-(`prefix_cache`), and of thousands of them one after the other (`soak`). `chart` draws the figures."""
+"""The cost of a weight swap: to streams (`stall`, also beside another checkout: `against`), a fleet (`fleet`), sessions
+(`sessions`), of a rollback by a release (`rollback`), and of thousands of swaps (`soak`). `chart` draws the figures."""

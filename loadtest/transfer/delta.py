@@ -1,4 +1,4 @@
-"""Savings by differences: `python -m loadtest.transfer.delta --json FILE`.
+"""Savings by differences: `hotswap bench delta --json FILE`.
 
 1. How many elements a training step changes in bf16, and what a delta of it takes (delta_training.py).
 2. How fast a 0.4 B model is encoded and applied at that density, one process, in memory.

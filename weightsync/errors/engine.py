@@ -8,7 +8,7 @@ from weightsync.errors.base import WeightSyncError
 
 
 class EngineError(WeightSyncError):
-    """An engine cannot run versions, or not this one; nothing changed."""
+    """An engine cannot run versions, or not this one, or has ended."""
 
     advice: str = ""  # on a part that is not served
 
