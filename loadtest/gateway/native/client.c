@@ -51,8 +51,12 @@ static void watch(connection *c, int operation, uint32_t for_what) {
 static void open_connection(connection *c) {
     int one = 1;
     struct sockaddr_in address = loopback(port);
-    c->fd = socket(AF_INET, SOCK_STREAM, 0);
-    if (c->fd < 0 || connect(c->fd, (void *)&address, sizeof address)) die("client: cannot connect");
+    while ((c->fd = socket(AF_INET, SOCK_STREAM, 0)) >= 0 && connect(c->fd, (void *)&address, sizeof address)) {
+        if (errno != ECONNRESET) die("client: cannot connect");
+        errors++; /* it met a listener that was closing; others may be there */
+        close(c->fd);
+    }
+    if (c->fd < 0) die("client: cannot connect");
     setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     watch(c, EPOLL_CTL_ADD, EPOLLIN);
 }
