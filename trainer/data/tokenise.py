@@ -75,11 +75,18 @@ def tokenise(
     context, done = multiprocessing.get_context("spawn"), 0
     stop = context.RawValue("b", 0)
     pool = ProcessPoolExecutor(count, context, _begin, (config, tokenizer, needs, directory, stop))
+    # All workers are there before the pool's thread looks after them. Else one that dies while another is being started
+    # leaves that one behind, and the thread waits for it for ever.
+    pool._safe_to_dynamically_spawn_children = False  # type: ignore[attr-defined]
     try:
         for result in pool.map(_in_process, names, units):
             yield result
             done += 1
     except BrokenProcessPool:
+        # A process that is being started can miss the pool's SIGTERM: between fork and exec the handler of this process
+        # takes it, and exec drops it. The pool would wait for it for ever.
+        for process in list((pool._processes or {}).values()):
+            process.kill()
         raise DataError(
             f"a worker that tokenised {units[done].url}, or a part behind it, died; what it printed says why. "
             "If it was killed for memory, lower data.workers."

@@ -15,6 +15,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -545,7 +546,13 @@ def test_the_first_bad_unit_ends_them_all(open_data: Open, tmp_path: Path) -> No
     assert not children()
 
 
-def test_one_that_dies_is_named_with_what_it_read(open_data: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("heard", [True, False])
+def test_one_that_dies_is_named_with_what_it_read(
+    open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Also where the others do not hear that they are to end, as one does that is being started."""
+    if not heard:
+        monkeypatch.setattr(BaseProcess, "terminate", lambda _: None)
     for number in range(3):
         jsonl(tmp_path / f"{number}.jsonl", problems(10))
 
