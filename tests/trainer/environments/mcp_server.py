@@ -6,7 +6,7 @@ import os
 
 from mcp.server import MCPServer
 from mcp.shared.exceptions import MCPError
-from mcp_types import INVALID_PARAMS, CallToolResult
+from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, INVALID_REQUEST, CallToolResult
 
 server = MCPServer("tests")
 
@@ -33,6 +33,18 @@ def strict() -> str:
 def structured() -> CallToolResult:
     """Has no text."""
     return CallToolResult(content=[], structured_content={"sum": 5})
+
+
+@server.tool()
+def lose(proxy: bool) -> str:
+    """Answers as the SDK's client does where a session is lost, or where a proxy answers for the server."""
+    raise MCPError(INTERNAL_ERROR if proxy else INVALID_REQUEST, "Session terminated")
+
+
+@server.tool()
+def process() -> str:
+    """The number of the server's process."""
+    return str(os.getpid())
 
 
 @server.tool()

@@ -130,6 +130,18 @@ async def test_floods_and_dead_servers_seen_from_the_trainer() -> None:
         assert [message["content"] for message in seen.messages] == ["6"]
 
 
+@pytest.mark.parametrize("proxy", [False, True])
+async def test_a_lost_session_is_no_answer_to_the_model_and_is_made_again(proxy: bool) -> None:
+    async with hosting(ToolsEnvironment(tools=(SERVER,), workers=1)) as host:
+        episode, _ = await host.begin(TASK)
+        (before,) = (await episode.step(call("process"))).messages
+        with pytest.raises(EnvironmentFailed, match="broke off a call of lose"):
+            await episode.step(call("lose", proxy=proxy))
+        (after,) = (await episode.step(call("process"))).messages
+        assert after["content"].isdecimal()
+        assert after["content"] != before["content"]
+
+
 @pytest.mark.parametrize(
     ("tools", "key", "says"),
     [
