@@ -9,7 +9,7 @@ from pathlib import Path
 _FIRST = 10_000  # below are the ports of well-known services
 _ATTEMPTS = 200
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_given: set[int] = set()
+_held: list[socket.socket] = []  # bound, and not listening: a port stays this process's until it ends
 # Hosts that stand for all addresses of a machine, and the address at which the machine itself reaches such a listener.
 ANY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
@@ -24,37 +24,53 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
     return f"{scheme}://{authority(ANY.get(host, host), port)}"
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of `host` that nobody listens on, another one at each call.
+def free_port(host: str = "127.0.0.1", wanted: int | None = None) -> int:
+    """A TCP port of `host` that no process of this machine listens on or was given: `wanted` if that is one.
 
     The kernel takes ports for outgoing connections from a range of its own. The port is below that range: otherwise a
-    connection could come to have it before the process starts that is to listen there. Raises OSError if `host` is no
-    address of this machine.
+    connection could come to have it before the process starts that is to listen there. This process holds the port
+    bound until it ends, for a listener with SO_REUSEADDR, which servers set. Raises OSError if `host` is no address
+    of this machine.
     """
+    _socket(host, (host, 0)).close()
     draw, end = random.SystemRandom(), _outgoing()
-    for _ in range(_ATTEMPTS):
-        port = draw.randrange(_FIRST, end)
-        if port not in _given and is_free(host, port):
-            _given.add(port)
+    for port in (wanted, *(draw.randrange(_FIRST, end) for _ in range(_ATTEMPTS))):
+        if port is not None and _hold(host, port):
             return port
-    with _socket(host) as probe:
-        probe.bind((host, 0))
+    with _socket(host, (host, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def is_free(host: str, port: int) -> bool:
     """Whether a process could listen there now."""
-    with _socket(host) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError):
-            return False
+    try:
+        _socket(host, (host, port), reuse=True).close()
+    except (OSError, OverflowError):
+        return False
     return True
 
 
-def _socket(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def _hold(host: str, port: int) -> bool:
+    """Bind the port of all addresses, unless any process has it."""
+    try:
+        held = _socket(host, ("", port))
+    except (OSError, OverflowError):
+        return False
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which had to find the port unbound
+    _held.append(held)
+    return True
+
+
+def _socket(host: str, address: tuple[str, int], reuse: bool = False) -> socket.socket:
+    """A socket of `host`'s family that is bound to `address`. Raises OSError, OverflowError."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def _outgoing() -> int:

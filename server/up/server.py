@@ -31,7 +31,7 @@ from server.errors import CliError, ConfigError, as_cli_error
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
 from server.gpus import devices_asked, devices_of_each
-from server.ports import free_port, is_free, url_of
+from server.ports import free_port, url_of
 from server.up import forks, interrupts, resume
 from server.up.config import UpConfig
 from server.up.forks import Forks
@@ -75,7 +75,7 @@ class Server:
         self.state_dir = (config.state_dir or default_state_dir(name)).resolve()
         self.config = replace(config, port=config.port or free_port(config.host))
         self.url = url_of(config.host, self.config.port)
-        self.admin_port = _free_port_after(self.config.port)
+        self.admin_port = free_port(wanted=self.config.port + 1)
         self.admin_url = url_of("127.0.0.1", self.admin_port)
         self.state = StateDir(self.state_dir)
         self.store = config.store or f"sqlite://{self.state.store}"
@@ -524,7 +524,3 @@ def _require_free(host: str, port: int) -> None:
         raise CliError(
             f"cannot listen on {host}, port {port} ({error.strerror or error}): stop what does, or pass another --port"
         ) from error
-
-
-def _free_port_after(port: int) -> int:
-    return port + 1 if is_free("127.0.0.1", port + 1) else free_port()

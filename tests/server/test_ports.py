@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +27,17 @@ def test_a_kernel_that_says_nothing_of_use(said: str, tmp_path: Path, monkeypatc
     file.write_text(said)
     monkeypatch.setattr(ports, "_RANGE", file)
     assert 10_000 <= ports.free_port() < 65_536
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", ""])
+def test_no_other_process_is_given_it_and_any_server_listens_there(address: str) -> None:
+    port = ports.free_port()
+    look = f"from server import ports; print(ports.free_port(wanted={port}), ports.is_free('127.0.0.1', {port}))"
+    given, free = subprocess.check_output([sys.executable, "-c", look], text=True).split()
+    assert int(given) != port
+    assert free == "True"
+    with socket.create_server((address, port)), pytest.raises(OSError, match="in use"):
+        socket.create_server((address, port))
 
 
 def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
