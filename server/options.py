@@ -48,7 +48,6 @@ class Option:
     read: Callable[[str], Any] | None = None
     negatable: bool = False
     missing: str = ""  # what a command says if nobody gives it
-    up: bool = False  # of the gateway: `hotswap up` takes it too, and passes it on
     positional: bool = False
     panel: str = ""
 
@@ -208,7 +207,8 @@ def flags(declared: Sequence[Setting], given: Mapping[str, Any]) -> list[str]:
         if value is None:
             continue
         if setting.type is bool:
-            words += [setting.flag] if value is not setting.inverted else []
+            other = [f"--no-{setting.name}"] if setting.option.negatable else []
+            words += [setting.flag] if value is not setting.inverted else other
         else:
             for one in value if setting.repeated else (value,):
                 words += [setting.flag, str(one)]

@@ -16,7 +16,8 @@ STORE_ENV = "HOTSWAP_STORE"
 @dataclass(frozen=True)
 class ServerInfo:
     """The content of server.json: where the gateway listens, its store, and which file holds the admin key. `model` is
-    the first of `models`. `state`: "starting" until every instance serves, then "ready"."""
+    the first of `models`. `state`: "starting" until every instance serves, then "ready". `certificate`: the file of the
+    one that both ports show, where they speak TLS."""
 
     url: str
     admin_url: str
@@ -26,6 +27,7 @@ class ServerInfo:
     pid: int
     state: str = "ready"
     models: tuple[str, ...] = ()
+    certificate: str = ""
 
 
 def info_of(state_dir: Path) -> ServerInfo:

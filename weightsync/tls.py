@@ -118,6 +118,15 @@ class FollowedContext(ssl.SSLContext):
         return [stamp(path) for path in self._paths]
 
 
+def trusting(certificate: Path | str) -> ssl.SSLContext:
+    """For clients on the host of a server: it must show the certificate in this file, by whatever name it is reached.
+    Raises OSError."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself, whichever authority signed it
+    return context
+
+
 class ClusterTls:
     """A member's certificate, its key and the cluster's own authority: `tls.crt`, `tls.key`, `ca.crt` in a directory.
 

@@ -18,7 +18,7 @@ import typer
 from server.errors import RequestFailed
 from server.up.paths import ServerInfo, default_state_dir
 from weightsync.errors import TlsUnavailable
-from weightsync.tls import ClusterTls
+from weightsync.tls import ClusterTls, trusting
 
 TIMEOUT_S = 900.0  # a push reads a whole checkpoint
 KEY_ENV = "HOTSWAP_ADMIN_KEY"
@@ -54,12 +54,15 @@ class AdminClient:
     def _http(self) -> httpx.Client:
         """Raises CliError."""
         key, url, key_file = os.environ.get(KEY_ENV), self._url, self._key_file
+        certificate = ""
         if url is None or (key_file is None and not key):
             info = ServerInfo.read(self._state_dir or default_state_dir(None))
+            certificate = info.certificate if url is None else ""
             url, key_file = url or info.admin_url, key_file or Path(info.admin_key_file)
         headers = {"authorization": f"Bearer {key or _key_in(key_file)}"}
         which = {"model": self._model} if self._model else {}
-        return httpx.Client(base_url=url, headers=headers, params=which, verify=admin_tls(url), timeout=TIMEOUT_S)
+        verify = admin_tls(url, certificate)
+        return httpx.Client(base_url=url, headers=headers, params=which, verify=verify, timeout=TIMEOUT_S)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
         """The JSON answer; RequestFailed carries the gateway's own message. `reason` is for the ledger."""
@@ -102,19 +105,22 @@ def _key_in(file: Path | None) -> str:
 CA_ENV = "HOTSWAP_ADMIN_CA"
 
 
-def admin_tls(url: str) -> ssl.SSLContext | bool:
-    """The authority in the file $HOTSWAP_ADMIN_CA; else mutual TLS, where $HOTSWAP_CLUSTER_TLS is set; else the
-    system's authorities. Raises RequestFailed."""
+def admin_tls(url: str, certificate: str = "") -> ssl.SSLContext | bool:
+    """The authority in the file $HOTSWAP_ADMIN_CA; else the server's own certificate, where a state directory names it;
+    else mutual TLS, where $HOTSWAP_CLUSTER_TLS is set; else the system's authorities. Raises RequestFailed."""
     if not url.startswith("https://"):
         return True
     try:
         if authority := os.environ.get(CA_ENV):
             return ssl.create_default_context(cafile=authority)
+        if certificate:
+            return trusting(certificate)
         member = ClusterTls.of_environment()
     except TlsUnavailable as error:
         raise RequestFailed(str(error)) from error
     except OSError as error:
-        raise RequestFailed(f"{CA_ENV}={os.environ[CA_ENV]} cannot be used ({error}): name a PEM file") from error
+        file = f"{CA_ENV}={os.environ[CA_ENV]}" if os.environ.get(CA_ENV) else certificate
+        raise RequestFailed(f"{file} cannot be used ({error}): name a PEM file in {CA_ENV}") from error
     return member.client_context() if member is not None else True
 
 

@@ -32,6 +32,7 @@ from server.up.config import GATEWAY as OF_THE_GATEWAY
 from server.up.config import UpConfig
 from server.up.paths import resolve_model
 from weightsync.errors import CheckpointError, TlsUnavailable
+from weightsync.tls import ENVIRONMENT as CLUSTER_TLS_ENV
 
 app = typer.Typer()
 Work = Callable[[typer.Context, dict[str, Any]], None]
@@ -39,13 +40,19 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def _passed_on(setting: Setting) -> Setting:
-    """With its heading; switches have one of their own, as their second flags make a wide column."""
-    heading = "Gateway, on or off" if setting.option.negatable else OF_THE_GATEWAY
+    """Under a heading for its group; switches have one of their own, as their second flags make a wide column."""
+    heading = f"{OF_THE_GATEWAY}: {setting.path[0]}" if len(setting.path) > 1 else OF_THE_GATEWAY
+    heading = "Gateway, on or off" if setting.option.negatable else heading
     return replace(setting, option=replace(setting.option, panel=heading))
 
 
-PASSED_ON = tuple(_passed_on(s) for s in options.settings("up", GatewayConfig) if s.option.up)
-UP = (*options.settings("up", UpConfig), *PASSED_ON)
+UP_ITSELF = options.settings("up", UpConfig)
+PASSED_ON = tuple(
+    _passed_on(setting)
+    for setting in options.settings("up", GatewayConfig)
+    if setting.flag not in {"--check", *(own.flag for own in UP_ITSELF)}
+)
+UP = (*UP_ITSELF, *PASSED_ON)
 GATEWAY = OPTIONS
 INSTANCE = options.settings("instance", InstanceConfig)
 FOLLOW = options.settings("follow", FollowConfig)
@@ -121,6 +128,12 @@ def _parameter(setting: Setting) -> str:
     return setting.name.replace("-", "_")
 
 
+def _source(context: typer.Context, parameter: str) -> str:
+    """Whether its value is of the command line, the environment, a file or the default."""
+    source = context.get_parameter_source(parameter)
+    return source.name if source is not None else ""
+
+
 def _hint(setting: Setting) -> Any:
     flag = f"{setting.flag}/--no-{setting.name}" if setting.option.negatable else setting.flag
     shared = bool(setting.option.env)  # the others are in docs/options.md
@@ -133,7 +146,9 @@ def _hint(setting: Setting) -> Any:
 
 
 def _default(setting: Setting) -> Any:
-    return setting.default or None if setting.repeated else setting.default
+    if setting.repeated:
+        return setting.default or None
+    return not setting.default if setting.inverted else setting.default
 
 
 @app.command(context_settings=PASS_THROUGH, options_metavar="[MODEL] [OPTIONS]")
@@ -147,13 +162,15 @@ def up(context: typer.Context, given: dict[str, Any]) -> None:
 
     named = [*itertools.takewhile(lambda word: not word.startswith("-"), context.args)]
     vllm_args = tuple(context.args[len(named) :])
-    source = context.get_parameter_source("model")
-    if named and source is not None and source.name == "COMMANDLINE":
+    if named and _source(context, "model") == "COMMANDLINE":
         named.append(given["--model"])
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)}: name one checkpoint, as MODEL or with --model.")
     given |= {"--model": named[0]} if named else {}
-    gateway_args = tuple(options.flags(PASSED_ON, given))
+    if (member := given.get("--cluster-tls")) is not None:
+        os.environ[CLUSTER_TLS_ENV] = str(member)  # for the instances too, here and on nodes of Ray
+    told = [setting for setting in PASSED_ON if _source(context, _parameter(setting)) != "DEFAULT"]
+    gateway_args = tuple(options.flags(told, given))  # HOTSWAP_GATEWAY_* says the rest, or the gateway's defaults
     run_up(options.build(UpConfig, given, gateway_args=gateway_args, vllm_args=vllm_args))
 
 

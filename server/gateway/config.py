@@ -66,7 +66,6 @@ class FailoverSettings:
         Option(
             "which instance goes on with the streams of a dead one: one of the same version, one of any, none",
             "--failover",
-            up=True,
         ),
     ] = "same"
     max_bytes: Annotated[int, Option("kept for failover, of all streams, bytes", "--failover-bytes")] = 64 * 2**20
@@ -84,14 +83,10 @@ class KvSettings:
     """Weights whose KV cache a prompt may be found in, for requests that do not say."""
 
     mode: Annotated[
-        Kv, Option("KV cache that a prompt may reuse: of its version, of any in its session, of any", "--kv", up=True)
+        Kv, Option("KV cache that a prompt may reuse: of its version, of any in its session, of any", "--kv")
     ] = "version"
-    versions: Annotated[
-        int, Option("most versions with a part in the KV cache of a prompt", "--kv-versions", up=True)
-    ] = 8
-    age_s: Annotated[float, Option("most seconds since a session's oldest KV cache in use", "--kv-age", up=True)] = (
-        900.0
-    )
+    versions: Annotated[int, Option("most versions with a part in the KV cache of a prompt", "--kv-versions")] = 8
+    age_s: Annotated[float, Option("most seconds since a session's oldest KV cache in use", "--kv-age")] = 900.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ class UpstreamSettings:
     max_idle_s: float = 4.0
     scrape_interval_s: float = 2.0
     scrape_timeout_s: float = 0.5
-    hold_s: Annotated[float, Option("seconds a request waits while no instance can be asked", up=True)] = 5.0
+    hold_s: Annotated[float, Option("seconds a request waits while no instance can be asked")] = 5.0
     max_held: int = 1024
     max_in_flight: Annotated[
         int | None, Option("requests at one instance; default: what it says it can run; 0: no limit")
@@ -126,9 +121,9 @@ class UpstreamSettings:
 class QueueSettings:
     """The number of requests that wait for room at an instance, and their longest wait."""
 
-    max_entries: Annotated[int, Option("requests that wait for room, at most", "--max-queued", up=True)] = 1024
+    max_entries: Annotated[int, Option("requests that wait for room, at most", "--max-queued")] = 1024
     max_bytes: Annotated[int, Option("bytes of their bodies, at most", "--max-queued-bytes")] = 64 * 2**20
-    max_wait_s: Annotated[float, Option("longest such wait, seconds", "--max-queue-wait", up=True)] = 30.0
+    max_wait_s: Annotated[float, Option("longest such wait, seconds", "--max-queue-wait")] = 30.0
 
     def __post_init__(self) -> None:
         if self.max_entries < 0 or self.max_bytes < 0:
@@ -141,7 +136,7 @@ class QueueSettings:
 class ObserveSettings:
     """The reports on requests, beside metrics."""
 
-    log_format: Annotated[Literal["text", "json"], Option("format of the gateway's log lines", up=True)] = "text"
+    log_format: Annotated[Literal["text", "json"], Option("format of the gateway's log lines")] = "text"
     access_log: Annotated[
         float | None, Option("share of requests with a log line, 0 to 1; default: 1 with json, 0 with text")
     ] = None
@@ -149,7 +144,7 @@ class ObserveSettings:
         str | None, Option("trace requests to this collector, http://HOST:4318", env="OTEL_EXPORTER_OTLP_ENDPOINT")
     ] = None
     trace_ratio: Annotated[
-        float, Option("share of the traces begun here that is recorded, 0 to 1", "--trace-sample-ratio", up=True)
+        float, Option("share of the traces begun here that is recorded, 0 to 1", "--trace-sample-ratio")
     ] = 1.0
 
     @property
@@ -239,19 +234,16 @@ class AnswerSettings:
         Option(
             "where answers are kept: a directory or an fsspec URL; default: answers/ beside the SQLite store",
             "--answers",
-            up=True,
         ),
     ] = None
     anonymous: Annotated[
-        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", negatable=True, up=True)
+        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", negatable=True)
     ] = False
     redact: Annotated[
         str | None,
         Option("function of a record, MODULE:NAME, that changes or drops it before it is kept", "--answers-redact"),
     ] = None
-    segment_s: Annotated[
-        float, Option("seconds after which what was kept can be read", "--answers-segment", up=True)
-    ] = 60.0
+    segment_s: Annotated[float, Option("seconds after which what was kept can be read", "--answers-segment")] = 60.0
     segment_bytes: Annotated[int, Option("the same, bytes", "--answers-segment-bytes")] = 16 * 2**20
     max_bytes: Annotated[int, Option("bytes of answers that are kept, at most", "--answers-max-bytes")] = 2 * 2**30
     max_age_s: Annotated[float, Option("seconds for which answers are kept", "--answers-max-age")] = 30 * 86_400.0
@@ -272,13 +264,11 @@ class WebhookSettings:
 
     urls: Annotated[
         tuple[str, ...],
-        Option(
-            "URL that each entry of the ledger is posted to; may be given again", "--webhook", metavar="URL", up=True
-        ),
+        Option("URL that each entry of the ledger is posted to; may be given again", "--webhook", metavar="URL"),
     ] = ()
     key_file: Annotated[
         Path | None,
-        Option("file with the secrets that sign them, whsec_BASE64, one a line", "--webhook-key-file", up=True),
+        Option("file with the secrets that sign them, whsec_BASE64, one a line", "--webhook-key-file"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -297,18 +287,18 @@ class NamedSettings:
 
     reward: Annotated[
         tuple[str, ...],
-        Option("NAME=URL: the server of the reward NAME; may be given again", metavar="NAME=URL", up=True),
+        Option("NAME=URL: the server of the reward NAME; may be given again", metavar="NAME=URL"),
     ] = ()
     reward_key: Annotated[
         tuple[str, ...],
-        Option("NAME=FILE: its key, in a private file; may be given again", metavar="NAME=FILE", up=True),
+        Option("NAME=FILE: its key, in a private file; may be given again", metavar="NAME=FILE"),
     ] = ()
     evaluation: Annotated[
-        tuple[str, ...], Option("NAME=FILE: the evaluation set NAME; may be given again", metavar="NAME=FILE", up=True)
+        tuple[str, ...], Option("NAME=FILE: the evaluation set NAME; may be given again", metavar="NAME=FILE")
     ] = ()
     sign_key: Annotated[
         tuple[str, ...],
-        Option("NAME=FILE: a private key in PEM for versions; may be given again", metavar="NAME=FILE", up=True),
+        Option("NAME=FILE: a private key in PEM for versions; may be given again", metavar="NAME=FILE"),
     ] = ()
 
     def of(self, flag: str) -> dict[str, str]:
@@ -347,7 +337,7 @@ _NO_STORE = "--store: give a store URL such as sqlite:///var/lib/hotswap/store.d
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Everything `hotswap gateway` can be told. `hotswap up` takes the options with `up=True` too, and passes them."""
+    """Everything `hotswap gateway` can be told, and `hotswap up`, which passes it on."""
 
     store: Annotated[str, Option("store URL, e.g. sqlite:///path/store.db", env="HOTSWAP_STORE", missing=_NO_STORE)]
     model: Annotated[str, Option("served model name")] = ""
@@ -366,14 +356,10 @@ class GatewayConfig:
     api_key_file: Annotated[
         Path | None, Option("file with keys for inference, one a line, beside those in the store")
     ] = None
-    require_key: Annotated[
-        bool, Option("ask for a key for inference even before there is one", negatable=True, up=True)
-    ] = False
+    require_key: Annotated[bool, Option("ask for a key for inference even before there is one", negatable=True)] = False
     allowed_origins: Annotated[
         tuple[str, ...],
-        Option(
-            "page that may ask and read answers, or *; may be given again", "--allow-origin", metavar="ORIGIN", up=True
-        ),
+        Option("page that may ask and read answers, or *; may be given again", "--allow-origin", metavar="ORIGIN"),
     ] = ()
     oidc: OidcSettings = OidcSettings()
     limits: Limits = Limits()
@@ -389,21 +375,21 @@ class GatewayConfig:
     named: NamedSettings = NamedSettings()
     checkpoints: Annotated[
         tuple[str, ...],
-        Option("directory whose checkpoints keys below `admin` may name; may be given again", metavar="DIR", up=True),
+        Option("directory whose checkpoints keys below `admin` may name; may be given again", metavar="DIR"),
     ] = ()
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True
-    keep_versions: Annotated[int, Option("versions kept staged, the active one included", up=True)] = 2
+    keep_versions: Annotated[int, Option("versions kept staged, the active one included")] = 2
     leave_s: Annotated[float, Option("on SIGTERM: seconds for which /readyz says no before the port closes")] = 0.0
     probes_file: Annotated[
-        Path | None, Option("file with prompts that the canary of a rolling swap is asked", "--probes", up=True)
+        Path | None, Option("file with prompts that the canary of a rolling swap is asked", "--probes")
     ] = None
     max_logprob_drift: Annotated[
-        float | None, Option("mean drift of the canary's log-probabilities that is let pass", up=True)
+        float | None, Option("mean drift of the canary's log-probabilities that is let pass")
     ] = None
     cache_scope: Annotated[
-        Literal["key", "shared"], Option("who shares prefix cache blocks: the requests of a key, or all", up=True)
+        Literal["key", "shared"], Option("who shares prefix cache blocks: the requests of a key, or all")
     ] = "key"
     kv: KvSettings = KvSettings()
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Option("least level of the log lines")] = "info"
@@ -450,6 +436,20 @@ class GatewayConfig:
         if not is_loopback(self.admin_host) and self.ssl_certfile is None and self.cluster_tls is None:
             advice = "give --cluster-tls, or --ssl-certfile and --ssl-keyfile (docs/security.md)"
             raise ConfigError(f"--admin-host {self.admin_host}: beyond loopback the admin port needs TLS; {advice}.")
+
+    @property
+    def scheme(self) -> str:
+        """Of the public port."""
+        return "http" if self.ssl_certfile is None else "https"
+
+    @property
+    def admin_scheme(self) -> str:
+        """Of the admin port, which speaks mutual TLS beyond loopback, where it has no certificate of the public one."""
+        return "https" if self.is_admin_mutual else self.scheme
+
+    @property
+    def is_admin_mutual(self) -> bool:
+        return self.ssl_certfile is None and self.cluster_tls is not None and not is_loopback(self.admin_host)
 
     @property
     def key_path(self) -> Path:

@@ -25,7 +25,7 @@ from server.gateway.observe.logs import configure
 from server.gateway.workers import Place, Supervisor
 from weightsync.dying import die_with
 from weightsync.store import open_store
-from weightsync.tls import ClusterTls, FollowedContext, is_loopback
+from weightsync.tls import ClusterTls, FollowedContext
 
 if TYPE_CHECKING:
     import ssl
@@ -74,7 +74,7 @@ def _certificate(config: GatewayConfig) -> Callable[[Any, Callable[[], ssl.SSLCo
 
 def admin_tls(config: GatewayConfig) -> ssl.SSLContext | None:
     """Mutual TLS for the admin port; None where it speaks what the public port does. Raises TlsUnavailable."""
-    if is_loopback(config.admin_host) or config.ssl_certfile is not None or config.cluster_tls is None:
+    if config.cluster_tls is None or not config.is_admin_mutual:
         return None
     return ClusterTls(config.cluster_tls).server_context()
 

@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ from rich.console import Console
 from server import missing
 from server.errors import CliError, ConfigError, as_cli_error
 from server.files import write_new_file
+from server.gateway.__main__ import configured
+from server.gateway.config import GatewayConfig
 from server.gateway.observe.tracing import traces_url
 from server.gpus import devices_asked, devices_of_each
 from server.ports import free_port, url_of
@@ -41,8 +44,9 @@ from server.up.processes import Child, share_of_cores
 from server.up.served import Served, served
 from server.up.state import StateDir, require_own
 from weightsync.control.hosts import this_host
-from weightsync.errors import ArenaError, PersistError, StoreError
+from weightsync.errors import ArenaError, PersistError, StoreError, TlsUnavailable
 from weightsync.memory.arena import DEFAULT_ROOT
+from weightsync.tls import ClusterTls, trusting
 from weightsync.vllm_engine import gpus
 from weightsync.vllm_engine.releases import for_cpus
 
@@ -73,14 +77,17 @@ class Server:
                 self._devices = devices_of_each(asked, os.environ, gpus.look())
         self.name = name = self.models[0].name
         self.state_dir = (config.state_dir or default_state_dir(name)).resolve()
+        self.admin_key_file = config.admin_key_file or self.state_dir / "admin.key"
         self.config = replace(config, port=config.port or free_port(config.host))
-        self.url = url_of(config.host, self.config.port)
-        self.admin_port = free_port(wanted=self.config.port + 1)
-        self.admin_url = url_of("127.0.0.1", self.admin_port)
         self.state = StateDir(self.state_dir)
         self.store = config.store or f"sqlite://{self.state.store}"
+        with as_cli_error(ConfigError, TlsUnavailable):
+            self.gateway = configured(self._gateway_args()[1:])
+            self._verify = _verify(self.gateway)
+        self.admin_port = self.gateway.admin_port or free_port(self.gateway.admin_host, self.config.port + 1)
+        self.url = url_of(config.host, self.config.port, self.gateway.scheme)
+        self.admin_url = url_of(self.gateway.admin_host, self.admin_port, self.gateway.admin_scheme)
         self.arena = DEFAULT_ROOT / arena_name(name, self.state_dir)
-        self.admin_key_file = config.admin_key_file or self.state_dir / "admin.key"
         self.children: dict[str, Child] = {}
         self.placed: dict[str, NodeChild] = {}  # on nodes of a Ray cluster
         self._nodes: Nodes | None = None  # of a Ray cluster
@@ -173,7 +180,7 @@ class Server:
         self.state.discard(copies, self.arena)
 
     def _start_children(self, begun: resume.Begun) -> None:
-        self._spawn("gateway", self._gateway_args())
+        self._spawn("gateway", [*self._gateway_args(), "--admin-port", str(self.admin_port)])
         for model in self.models:
             if self._persists:
                 self._spawn(model.named("persist"), self._persist_args(model))
@@ -207,7 +214,7 @@ class Server:
         began, told = time.monotonic(), dict[str, str]()
         key_file = str(self.admin_key_file)
         about = self.name, self.store, key_file, os.getpid(), "starting", tuple(model.name for model in self.models)
-        info = ServerInfo(self.url, self.admin_url, *about)
+        info = ServerInfo(self.url, self.admin_url, *about, certificate=str(self.gateway.ssl_certfile or ""))
         info.write(self.state_dir)
         while not self._ready():
             for name, note in sorted(self._notes.items() - told.items()):
@@ -344,7 +351,7 @@ class Server:
         key = {"authorization": f"Bearer {self.admin_key}"}
         asked = {}
         for what in ("instances", "sleep"):
-            answer = httpx.get(f"{self.admin_url}/admin/{what}", params={"model": model.name}, headers=key, timeout=2.0)
+            answer = self._ask(f"{self.admin_url}/admin/{what}", params={"model": model.name}, headers=key)
             asked[what] = answer.raise_for_status().json()
         asleep = {row["id"] for row in asked["sleep"]["asleep"]}
         rows = [row for row in asked["instances"]["instances"] if row["id"] in ours]
@@ -352,7 +359,11 @@ class Server:
         self._notes |= dict.fromkeys(ours - asleep, "the engine starts") | {row["id"]: _note(row) for row in rows}
         if not ours <= eligible | asleep:
             return False
-        return ours <= asleep or httpx.get(f"{self.url}/readyz", timeout=2.0).status_code == 200
+        return ours <= asleep or self._ask(f"{self.url}/readyz").status_code == 200
+
+    def _ask(self, url: str, **more: Any) -> httpx.Response:
+        """GET of this server's own gateway, which may have a certificate for other names than its address here."""
+        return httpx.get(url, verify=self._verify, timeout=2.0, **more)
 
     def _make_admin_key(self) -> None:
         if not self.admin_key_file.exists():
@@ -410,7 +421,7 @@ class Server:
     def _gateway_args(self) -> list[str]:
         c = self.config
         args = ["server.gateway", "--store", self.store, "--model", self.name, "--host", c.host, "--port", str(c.port)]
-        args += ["--admin-port", str(self.admin_port), "--admin-key-file", str(self.admin_key_file)]
+        args += ["--admin-key-file", str(self.admin_key_file)]
         args += ["--otlp-endpoint", c.otlp_endpoint] if c.otlp_endpoint else []
         args += ["--models", str(c.models)] if c.models is not None else []
         return [*args, *(["--api-key-file", str(c.api_key_file)] if c.api_key_file else []), *c.gateway_args]
@@ -524,3 +535,13 @@ def _require_free(host: str, port: int) -> None:
         raise CliError(
             f"cannot listen on {host}, port {port} ({error.strerror or error}): stop what does, or pass another --port"
         ) from error
+
+
+def _verify(gateway: GatewayConfig) -> ssl.SSLContext | bool:
+    """How `up` knows its own gateway. Raises ConfigError, TlsUnavailable."""
+    if (certificate := gateway.ssl_certfile) is not None:
+        try:
+            return trusting(certificate)
+        except OSError as error:
+            raise ConfigError(f"--ssl-certfile {certificate}: cannot be used ({error}); name a PEM file.") from error
+    return ClusterTls(gateway.cluster_tls).client_context() if gateway.is_admin_mutual and gateway.cluster_tls else True

@@ -80,6 +80,26 @@ def test_the_model_is_named_by_the_first_word_or_by_its_option(
     assert (config.model, config.vllm_args) == ("m", passed)
 
 
+def test_the_gateway_is_told_what_up_was_told_and_no_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert up_of(monkeypatch, "m").gateway_args == ()
+    (file := tmp_path / "up.yaml").write_text("hold: 2\nworkers: 3\nrequire-key: true\n")
+    monkeypatch.setenv("HOTSWAP_UP_MAX_BODY", "1000")
+    words = ["--config", str(file), "--workers", "2", "--no-coordinator", "--allow-origin", "a", "--allow-origin", "b"]
+    config = up_of(monkeypatch, "m", *words, "--max-model-len", "512")
+    passed = {"--hold": "2.0", "--workers": "2", "--max-body": "1000"}
+    given = {flag: config.gateway_args[config.gateway_args.index(flag) + 1] for flag in passed}
+    assert given == passed
+    assert {"--require-key", "--no-coordinator", "--allow-origin", "a", "b"} < {*config.gateway_args}
+    assert len(config.gateway_args) == 2 * len(passed) + 2 + 4
+    assert config.vllm_args == ("--max-model-len", "512")
+
+
+def test_a_member_s_certificate_is_for_the_instances_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSWAP_CLUSTER_TLS", "/of/before")
+    assert up_of(monkeypatch, "m", "--cluster-tls", "/tls").gateway_args == ("--cluster-tls", "/tls")
+    assert os.environ["HOTSWAP_CLUSTER_TLS"] == "/tls"
+
+
 @pytest.mark.parametrize("words", [["a", "--model", "b"], ["--model", "b", "a"], ["a", "b"]])
 def test_two_models_on_the_command_line_are_refused(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     with pytest.raises(CliError, match=r"(a and b|b and a): name one checkpoint"):

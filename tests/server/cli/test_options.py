@@ -163,10 +163,29 @@ def test_the_page_is_what_the_declarations_say() -> None:
     assert documentation.PAGE.read_text() == documentation.page(), "run python scripts/options.py"
 
 
-def test_a_gateway_takes_what_up_passes_on() -> None:
-    given = {s.flag: s.default for s in commands.PASSED_ON} | {"--keep-versions": 3, "--require-key": True}
+def test_up_passes_on_every_option_of_the_gateway_but_a_check_and_its_own() -> None:
+    assert {s.flag for s in commands.GATEWAY} - {s.flag for s in commands.UP} == {"--check"}
+    given = {s.flag: _another(s) for s in commands.PASSED_ON}
     words = ["--store", "sqlite:///s.db", "--model", "m", *options.flags(commands.PASSED_ON, given)]
     values = options.parse(commands.GATEWAY, words)
-    assert (values["--keep-versions"], values["--require-key"]) == (3, True)
-    passed = {flag: value for flag, value in given.items() if value not in (None, False, ())}
-    assert {flag: values[flag] for flag in given if flag in values} == passed
+    assert {flag: values[flag] for flag in given} == given
+
+
+def _another(setting: options.Setting) -> Any:
+    """Than the default."""
+    if setting.type is bool:
+        return not setting.default
+    one = setting.choices[-1] if setting.choices else setting.type("2")
+    return (one,) if setting.repeated else one
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_is_passed_on_either_way(value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSWAP_GATEWAY_REQUIRE_KEY", str(not value))
+    words = ["--store", "s", *options.flags(commands.PASSED_ON, {"--require-key": value})]
+    assert options.parse(commands.GATEWAY, words)["--require-key"] is value
+
+
+def test_a_switch_that_turns_off_is_on_by_default() -> None:
+    assert typed("--model", "m").careful
+    assert not typed("--model", "m", "--no-care").careful

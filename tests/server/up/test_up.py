@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import weightsync
+from server.cli.admin import AdminClient
 from server.errors import CliError
 from server.gpus import DEVICES_ENV
 from server.ports import free_port, url_of
@@ -28,6 +29,7 @@ from server.up.processes import BIND_ENV, THREADS_ENV, cause_in, share_of_cores
 from server.up.processes import Child as RealChild
 from server.up.served import draft_dir, served
 from server.up.server import Server
+from tests.cluster_tls import Authority
 from tests.server.gateway.harness import ADMIN_KEY, running_gateway
 from tests.server.nvml import seven
 from tests.server.up.restarts import Answers, Child, save_checkpoint
@@ -127,6 +129,44 @@ async def test_it_asks_the_gateway_at_the_host_that_it_was_given(host: str, mode
         async with gateway.instance(instance_id=server.instance_id(0)):
             await asyncio.to_thread(server.wait_ready, 60)
     assert ServerInfo.read(tmp_path).url == server.url
+
+
+@pytest.mark.parametrize("admin", [{}, {"admin_host": "127.0.0.2"}], ids=["loopback", "another-address"])
+async def test_it_asks_a_gateway_by_the_certificate_that_it_was_given(
+    admin: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """Which is for another name than the address that `up` and commands on this host ask."""
+    made = Authority(tmp_path).mount(tmp_path / "tls", name="llm.example.com")
+    files = {"ssl_certfile": made / "tls.crt", "ssl_keyfile": made / "tls.key"}
+    with running_gateway(tmp_path, model=model.name, **files, **admin) as gateway:
+        words = ("--ssl-certfile", str(made / "tls.crt"), "--ssl-keyfile", str(made / "tls.key"))
+        words += ("--admin-port", str(gateway.admin_port), "--admin-host", admin.get("admin_host", "127.0.0.1"))
+        config = UpConfig(model=str(model), state_dir=tmp_path, port=gateway.port, gateway_args=words)
+        server = Server(config)
+        server.admin_key_file.write_text(ADMIN_KEY)
+        async with gateway.instance(instance_id=server.instance_id(0)):
+            await asyncio.to_thread(server.wait_ready, 60)
+            rows = await asyncio.to_thread(AdminClient(tmp_path).call, "GET", "/admin/instances")
+    assert [row["id"] for row in rows["instances"]] == [server.instance_id(0)]
+    assert server.url.startswith("https://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--hold", "-1"), "--hold -1: must be 0"),
+        (("--ssl-certfile", "/nowhere"), "go together"),
+        (("--ssl-certfile", "/nowhere", "--ssl-keyfile", "/nowhere"), "--ssl-certfile /nowhere: cannot be used .*PEM"),
+        (("--admin-host", "0.0.0.0"), "beyond loopback the admin port needs TLS"),
+        (("--admin-host", "0.0.0.0", "--cluster-tls", "/nowhere"), "/nowhere.*there is no tls.crt"),
+    ],
+)
+def test_what_its_gateway_cannot_use_is_refused_before_anything_starts(
+    words: tuple[str, ...], says: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CliError, match=says):
+        Server(UpConfig(model=str(model), state_dir=tmp_path / "state", gateway_args=words))
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.fixture
