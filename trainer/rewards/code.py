@@ -9,6 +9,7 @@ import base64
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -23,6 +24,9 @@ from trainer.rewards.scorer import Reward, RewardRequest
 _MARKDOWN = MarkdownIt("zero").enable(["fence", "code", "list", "blockquote"])
 _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
 _BESIDE_A_TAG = re.compile(r"(?<=\w>)[ \t]*(?=```)|(?<=```)[ \t]*(?=</\w)")
+_SPACE = re.compile(r"(\s+)")
+_NUMBER = re.compile(r"[+-]?[0-9]+(?P<fraction>\.[0-9]*)?(?:e[+-]?[0-9]{1,2})?", re.IGNORECASE)
+TOLERANCE = Decimal("1e-6")  # relative or absolute, as judges of programming contests have it
 _PYTHON = re.compile(r"\W*(?:python|py)[\d.]*\b", re.IGNORECASE)
 
 
@@ -45,7 +49,7 @@ class Case:
         """
         if "input" in self.asked:
             said = outcome.get("output")  # none when it took too long or said too much, which is not an empty one
-            return said is not None and _lines(base64.b64decode(said).decode(errors="replace")) == _lines(self.expected)
+            return said is not None and _prints(base64.b64decode(said).decode(errors="replace"), self.expected)
         return bool(outcome.get("value") == canonical(self.expected, tuples=self.tuples))
 
 
@@ -162,5 +166,21 @@ class Code(Reward):
         return passed / len(cases) if self._config.partial else float(passed == len(cases))
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _prints(said: str, expected: str) -> bool:
+    """Whether the lines are the same, but for space at their ends; a number may be written in another way."""
+    ours, theirs = ([_SPACE.split(line.rstrip()) for line in text.rstrip().splitlines()] for text in (said, expected))
+    return [len(words) for words in ours] == [len(words) for words in theirs] and all(
+        word == wanted or _is_number(word, wanted)
+        for words, line in zip(ours, theirs, strict=True)
+        for word, wanted in zip(words, line, strict=True)
+    )
+
+
+def _is_number(word: str, wanted: str) -> bool:
+    """Whether two words are one number: to TOLERANCE where the expected one has a fraction, else exactly."""
+    if not (_NUMBER.fullmatch(word) and (found := _NUMBER.fullmatch(wanted))):
+        return False
+    ours, theirs = Decimal(word), Decimal(wanted)
+    if found["fraction"] is None:
+        return ours == theirs
+    return abs(ours - theirs) <= TOLERANCE * max(Decimal(1), abs(ours), abs(theirs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import platform
@@ -30,7 +31,7 @@ from trainer.config import CodeReward
 from trainer.errors import RewardError
 from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
 from trainer.rewards.bubblewrap import call_filter
-from trainer.rewards.code import program_in, read_cases
+from trainer.rewards.code import Case, program_in, read_cases
 from trainer.rewards.sandbox import ADVICE, Limits, Sandbox
 from trainer.rewards.sandboxed import canonical
 
@@ -97,6 +98,35 @@ def test_forms_of_tests(scorer: Scorer, program: str, tests: list[Any], value: f
     result = judge(scorer, program, tests, **({} if value else HASTE))
     assert result.failures == {}
     assert result.total == value
+
+
+@pytest.mark.parametrize(
+    ("said", "expected", "passes"),
+    [
+        ("0.3333333333333333\n", "0.333333", True),
+        ("0.33333", "0.333333", False),
+        ("1.0", "1", True),
+        ("1", "1.0", True),
+        ("Case 1: 2.50 m", "Case 1: 2.5 m", True),
+        ("-1e-7 3", "0.0 3", True),
+        ("1000000001", "1000000000", False),
+        ("12345678901234567890", "12345678901234567891", False),
+        ("1e1", "10", True),
+        ("1  2", "1 2", False),
+        ("1\n\n2", "1\n2", False),
+        ("1\n", "1\n\n", True),
+        ("nan", "nan", True),
+        ("nan", "0.5", False),
+        ("\u0663", "3", False),
+        ("1e999999999", "10", False),
+        ("9" * 5000, "9" * 5000 + ".5", True),
+        ("8" * 5000, "9" * 5000 + ".5", False),
+        ("v1.0", "v1.00", False),
+    ],
+)
+def test_a_program_may_write_a_number_in_another_way(said: str, expected: str, passes: bool) -> None:
+    case = Case({"input": ""}, expected)
+    assert case.passed({"output": base64.b64encode(said.encode()).decode()}) is passes
 
 
 CHECK = """
