@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from server.errors import HttpError
-from weightsync.errors import CODES, WeightSyncError
+from weightsync.error_codes import CODES
+from weightsync.errors import WeightSyncError
 
 _CODES = {
     400: "record_refused checkpoint_error bad_split bucket_error signing_key_error",

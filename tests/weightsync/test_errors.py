@@ -11,8 +11,8 @@ import pytest
 
 from tests.weightsync.codes import refused
 from weightsync import errors
+from weightsync.error_codes import CODES
 from weightsync.errors import (
-    CODES,
     Conflict,
     PeerRefused,
     PublishError,
@@ -40,7 +40,7 @@ def made(path: Path) -> dict[str, set[str]]:
         for alias in node.names
         if alias.name in CLASSES
     }
-    if path.parent.name == "errors":
+    if path == ROOT / "weightsync" / "errors.py":
         named |= CLASSES
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         match call.func:

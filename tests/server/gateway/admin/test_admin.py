@@ -37,7 +37,8 @@ from weightsync import ensure_arena, open_store
 from weightsync.control.agent import Participant
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.control.swap import CommitResult, StageResult
-from weightsync.errors import CODES, StoreUnavailable, arena_full, shape_mismatch
+from weightsync.error_codes import CODES
+from weightsync.errors import StoreUnavailable, arena_full, shape_mismatch
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
 
