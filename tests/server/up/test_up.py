@@ -135,7 +135,7 @@ async def test_it_asks_the_gateway_at_the_host_that_it_was_given(host: str, mode
 async def test_it_asks_a_gateway_by_the_certificate_that_it_was_given(
     admin: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    """Which is for another name than the address that `up` and commands on this host ask."""
+    """The certificate is for another name than the address that `up` and commands on this host ask."""
     made = Authority(tmp_path).mount(tmp_path / "tls", name="llm.example.com")
     files = {"ssl_certfile": made / "tls.crt", "ssl_keyfile": made / "tls.key"}
     with running_gateway(tmp_path, model=model.name, **files, **admin) as gateway:
