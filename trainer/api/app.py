@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -373,9 +373,8 @@ async def weights_info(request: Request) -> dict[str, Any]:
 @router.get("/training_runs")
 async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
     door, client = await _asked(request)
-    found = door.service.journal.of_owner(MODEL, client.owner)[::-1]
-    runs = [_run(door, record) for record in found[offset : offset + limit]]
-    return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
+    found, cursor = _page(door.service.journal.of_owner(MODEL, client.owner), limit, offset)
+    return {"training_runs": [_run(door, record) for record in found], "cursor": cursor}
 
 
 @router.get("/training_runs/{run_id}")
@@ -390,6 +389,28 @@ async def delete_training_run(request: Request, run_id: str) -> None:
     await door.service.delete_model(door.service.record(MODEL, run_id, await door.client(request)))
 
 
+@router.get("/sessions")
+async def sessions(request: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+    door, client = await _asked(request)
+    found, _ = _page(door.service.journal.of_owner(SESSION, client.owner), limit, offset)
+    return {"sessions": [record.id for record in found]}
+
+
+@router.get("/checkpoints")
+async def user_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+    """Of all training runs of the key, the newest first."""
+    door, client = await _asked(request)
+    found, cursor = _page(door.service.checkpoints_of(client), limit, offset)
+    return {"checkpoints": [_checkpoint(record) for record in found], "cursor": cursor}
+
+
+@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
+async def keep_checkpoint(request: Request, run_id: str, kind: str, name: str) -> None:
+    door, client = await _asked(request)
+    body = await body_of(request, wire.TimeToLive)
+    door.service.keep_checkpoint(client, f"tinker://{run_id}/{kind}/{name}", body.ttl_seconds)
+
+
 @router.get("/training_runs/{run_id}/checkpoints")
 async def checkpoints(request: Request, run_id: str) -> dict[str, Any]:
     door = door_of(request)
@@ -401,6 +422,12 @@ async def checkpoints(request: Request, run_id: str) -> dict[str, Any]:
 async def delete_checkpoint(request: Request, run_id: str, kind: str, name: str) -> None:
     door = door_of(request)
     door.service.delete_checkpoint(await door.client(request), f"tinker://{run_id}/{kind}/{name}")
+
+
+def _page(records: Sequence[Record], limit: int, offset: int) -> tuple[Sequence[Record], dict[str, int]]:
+    """Some of the records, which are given oldest first, newest first; and the SDK's cursor."""
+    cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
+    return records[::-1][offset : offset + limit], cursor
 
 
 def _adapter(lora: Mapping[str, Any] | None) -> dict[str, Any]:

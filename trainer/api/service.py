@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH: Final = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
 _Handler = Callable[[Request, Record | None], Done]
 FAULT, MOST_FAULTS = "fault", 3  # a request that is tried no more
+SHORTEST_S, LONGEST_S = 3600, 10 * 365 * 86_400  # that a checkpoint is told to live, as in the SDK
 ABSENT_S: Final = 60.0  # that a session may be silent, whose client has all weights; the SDK speaks every 10
 
 
@@ -180,6 +182,17 @@ class Service:
         found = self._checkpoint(path, client.owner)
         self.journal.remove(CHECKPOINT, found.id)
         _remove(Path(found.about["directory"]))
+
+    def keep_checkpoint(self, client: Client, path: str, seconds: int | None) -> None:
+        """Let it expire in so many seconds, or never. Raises ApiError (400, 404)."""
+        if seconds is not None and not SHORTEST_S <= seconds <= LONGEST_S:
+            raise ApiError(400, f"ttl_seconds {seconds} is out of range: use {SHORTEST_S} (an hour) to {LONGEST_S}")
+        found = self._checkpoint(path, client.owner)
+        self.journal.put(replace(found, about={**found.about, "expires": _expiry(seconds)}))
+
+    def checkpoints_of(self, client: Client) -> list[Record]:
+        """Those of a client that have not expired, oldest first."""
+        return [found for found in self.journal.of_owner(CHECKPOINT, client.owner) if not _expired(found)]
 
     def checkpoints(self, model: str) -> list[Record]:
         """Those of a model that have not expired."""
@@ -438,7 +451,7 @@ def _named(lora: Mapping[str, Any] | None) -> str:
 
 
 def _checkpoint_record(request: Request, path: str, directory: Path, body: wire.SaveWeights) -> Record:
-    expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+    expires = _expiry(body.ttl_seconds)
     size = sum(file.stat().st_size for file in directory.iterdir())
     about = {"directory": str(directory), "expires": expires, "bytes": size, "user_metadata": body.user_metadata}
     return Record(CHECKPOINT, path, request.owner, request.model, about)
@@ -449,6 +462,10 @@ def _check_optimizer(asked: Mapping[str, Any] | None) -> None:
         raise ApiError(
             400, f"the optimizer {asked.get('type')!r} is not known here: use AdamW", "unsupported_optimizer"
         )
+
+
+def _expiry(seconds: int | None) -> float | None:
+    return None if seconds is None else time.time() + seconds
 
 
 def _expired(record: Record) -> bool:

@@ -371,5 +371,9 @@ class RequestId(Body):
     request_id: str
 
 
+class TimeToLive(Body):
+    ttl_seconds: int | None = None
+
+
 class TinkerPath(Body):
     tinker_path: str

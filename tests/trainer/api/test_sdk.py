@@ -101,6 +101,23 @@ def test_a_state_goes_on_where_it_was(service: tinker.ServiceClient, client: tin
     (listed,) = rest.list_checkpoints(client.model_id).result().checkpoints
     assert (listed.tinker_path, listed.user_metadata) == (path, {"by": "test"})
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
+    assert listed.expires_at is None
+    for seconds in (7200, None):
+        rest.set_checkpoint_ttl_from_tinker_path(path, seconds).result()
+        (listed,) = rest.list_checkpoints(client.model_id).result().checkpoints
+        assert (listed.expires_at is None) is (seconds is None)
+    with pytest.raises(tinker.BadRequestError, match="ttl_seconds 60 is out of range"):
+        rest.set_checkpoint_ttl_from_tinker_path(path, 60).result()
+    later = client.save_state("later").result().path
+    first, second = (rest.list_user_checkpoints(limit=1, offset=offset).result() for offset in (0, 1))
+    assert [page.checkpoints[0].tinker_path for page in (first, second)] == [later, path]
+    assert first.cursor == types.Cursor(offset=0, limit=1, total_count=second.cursor.total_count)
+    assert service.holder._session_id in rest.list_sessions(limit=1000).result().sessions
+    stranger = tinker.RestClient(base_url=service.holder._base_url, api_key="tml-another")
+    assert not {path, later} & {c.tinker_path for c in stranger.list_user_checkpoints().result().checkpoints}
+    with pytest.raises(tinker.NotFoundError, match="of this key"):
+        stranger.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    rest.delete_checkpoint_from_tinker_path(later).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert rest.list_checkpoints(client.model_id).result().checkpoints == []
 
