@@ -168,11 +168,6 @@ def check_ranks(vllm_config: Any) -> None:
         )
     if draft is not None and "mtp" not in draft.method and getattr(draft.draft_model_config, "is_moe", False):
         raise ConfigError("--data-parallel-size with a draft model that is a mixture of experts: take a dense one.")
-    if parallel.enable_expert_parallel:
-        raise ConfigError(
-            "--data-parallel-size with --enable-expert-parallel: swaps of experts that lie in other ranks are not "
-            "supported. Leave one of the two out: without the second each rank has a part of every expert."
-        )
 
 
 def rank_name(rank: int, ranks: int) -> str:

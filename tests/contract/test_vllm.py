@@ -180,7 +180,7 @@ def test_common_steps(vllm: Sources) -> None:
     has(vllm, "vllm.v1.engine.core:EngineCoreProc", "isinstance(result, Future)", "result.add_done_callback(callback)")
     has(vllm, "vllm.engine.arg_utils", '"--dp-sync-interval"')
     parallel = "vllm.config.parallel:ParallelConfig"
-    assert {"data_parallel_size", "data_parallel_rank", "enable_expert_parallel"} <= vllm.attributes(parallel)
+    assert {"data_parallel_size", "data_parallel_rank"} <= vllm.attributes(parallel)
     has(
         vllm,
         f"{parallel}.reconfigure_for_independent_dp_rank",

@@ -1,7 +1,9 @@
-"""Experts that data-parallel ranks share, on a CPU: the two collectives that vLLM's communicator for CPUs lacks.
+"""Experts that data-parallel ranks share, on a CPU: the two collectives that vLLM's communicator for CPUs lacks, and
+the map of experts that its kernels ignore.
 
 With what the ranks exchange in every layer travels the version that each runs. A step in which two of them differ
-writes a line to DIRECTORY/torn; DIRECTORY/PID has the versions of a rank's exchanges, one line for each new one.
+writes a line to DIRECTORY/torn; DIRECTORY/PID has the versions of a rank's exchanges, one line for each new one. With
+expert parallelism DIRECTORY/mapped has the numbers of the experts that lie in each rank.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from typing import Any
 
 DIRECTORY = "HOTSWAP_TEST_EXPERTS"
 COMMUNICATOR, BACKEND = "vllm.distributed.device_communicators.cpu_communicator", "weightsync.vllm_engine.backend"
+EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 _live = 0
 _noted = -1
+_mapped = False
 
 
 def share(communicators: Any) -> None:
@@ -33,6 +37,30 @@ def follow(backend: Any) -> None:
         return answer
 
     backend.HotswapWeightTransferEngine.commit = committed
+
+
+def map_experts(kernels: Any) -> None:
+    """Have the experts of vLLM's module honour the map of those that lie in this rank. The kernels take the number of
+    an expert among all for one among their own."""
+    apply = kernels.CPUUnquantizedExperts.apply
+
+    def mapped(self: Any, **options: Any) -> None:
+        if (places := options["expert_map"]) is not None:
+            _note(places)
+            here = places[options["topk_ids"]]
+            options["topk_weights"] = options["topk_weights"].masked_fill(here < 0, 0.0)
+            options["topk_ids"] = here.clamp(min=0).to(options["topk_ids"].dtype)
+        apply(self, **options)
+
+    kernels.CPUUnquantizedExperts.apply = mapped
+
+
+def _note(places: Any) -> None:
+    global _mapped
+    if not _mapped:
+        _mapped = True
+        with (Path(os.environ[DIRECTORY]) / "mapped").open("a") as file:
+            file.write(f"{(places >= 0).nonzero().flatten().tolist()}\n")
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:

@@ -93,6 +93,7 @@ if "HOTSWAP_TEST_EXPERTS" in os.environ:
 
     sys.meta_path.insert(0, Changing(experts.COMMUNICATOR, experts.share))  # type: ignore[arg-type]
     sys.meta_path.insert(0, Changing(experts.BACKEND, experts.follow))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Changing(experts.EXPERTS, experts.map_experts))  # type: ignore[arg-type]
 if any(word.endswith("default_worker.py") for word in sys.orig_argv):
     import subprocess
 

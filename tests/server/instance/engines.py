@@ -129,7 +129,7 @@ def engine_of(
     async def call(method: str, *args: Any, engine: bytes) -> Any:
         return await ranks[engine].call(method, *args)
 
-    off = dict.fromkeys(("enable_expert_parallel", "data_parallel_external_lb", "data_parallel_hybrid_lb"), False)
+    off = dict.fromkeys(("data_parallel_external_lb", "data_parallel_hybrid_lb"), False)
     hosts = len(set(cores[0].hosts))
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(nnodes=hosts, data_parallel_size=len(cores), **off | parallel),

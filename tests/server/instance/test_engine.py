@@ -127,7 +127,6 @@ DRAFT = SimpleNamespace(method="draft_model", draft_model_config=SimpleNamespace
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"enable_expert_parallel": True}, "Leave one of the two out"),
         ({"data_parallel_external_lb": True}, "Start all ranks in one instance"),
         ({"data_parallel_hybrid_lb": True}, "Start all ranks in one instance"),
         ({"draft": DRAFT}, "take a dense one"),

@@ -1,11 +1,13 @@
-"""One instance whose two data-parallel ranks have parts of the same experts: every swap is between two of their steps.
+"""One instance whose two data-parallel ranks share experts: every swap is between two of their steps. Each rank has a
+part of every expert, or with expert parallelism half of the experts.
 
-vLLM's communicator for CPUs gets what it lacks for that from tests/started/experts.py. The version that each rank runs
-travels with their exchange.
+vLLM's communicator and kernels for CPUs get what they lack for that from tests/started/experts.py. The version that
+each rank runs travels with their exchange.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad]
 RANKS = (*VLLM_ARGS, "--data-parallel-size", "2")
+WHOLE = (*RANKS, "--enable-expert-parallel")  # experts, each in one rank
 PROMPTS = [[5 + i, 6, 7 + 3 * i, 8] for i in range(4)]
 
 
@@ -27,8 +30,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_kind(tmp_path_factory.mktemp("moe") / str(seed), "moe", seed=seed) for seed in (0, 1)]
 
 
+@pytest.fixture(scope="module", params=[RANKS, WHOLE], ids=["cut", "whole"])
+def ranks(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    given: tuple[str, ...] = request.param
+    return given
+
+
 @pytest.fixture(scope="module")
-def exchanges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def exchanges(ranks: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The directory in which ranks say what they ran; theirs is the communicator that says it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY, str(directory := tmp_path_factory.mktemp("exchanges")))
@@ -36,9 +45,11 @@ def exchanges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def fresh(models: list[Path], exchanges: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def fresh(
+    models: list[Path], ranks: tuple[str, ...], exchanges: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[list[int]]:
     """The answers of an instance that has run nothing but the second model."""
-    with LiveServer(models[1], tmp_path_factory.mktemp("state"), RANKS).running() as server:
+    with LiveServer(models[1], tmp_path_factory.mktemp("state"), ranks).running() as server:
         said = answers(server)
     for file in exchanges.iterdir():
         file.unlink()
@@ -47,9 +58,9 @@ def fresh(models: list[Path], exchanges: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def shared(
-    fresh: list[list[int]], models: list[Path], tmp_path_factory: pytest.TempPathFactory
+    fresh: list[list[int]], models: list[Path], ranks: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    with LiveServer(models[0], tmp_path_factory.mktemp("state"), RANKS).running() as server:
+    with LiveServer(models[0], tmp_path_factory.mktemp("state"), ranks).running() as server:
         yield server
 
 
@@ -60,11 +71,11 @@ def answers(server: LiveServer) -> list[list[int]]:
 def ran(exchanges: Path) -> list[list[int]]:
     """The versions of each rank's exchanges, in order."""
     assert not (exchanges / "torn").exists(), (exchanges / "torn").read_text()
-    return [[int(line) for line in file.read_text().split()] for file in sorted(exchanges.iterdir())]
+    return [[int(line) for line in file.read_text().split()] for file in sorted(exchanges.glob("[0-9]*"))]
 
 
 def test_answers_are_those_of_a_fresh_engine_of_the_version(
-    shared: LiveServer, models: list[Path], exchanges: Path, fresh: list[list[int]]
+    shared: LiveServer, models: list[Path], ranks: tuple[str, ...], exchanges: Path, fresh: list[list[int]]
 ) -> None:
     first, old = shared.active(), answers(shared)
     assert old != fresh
@@ -77,6 +88,9 @@ def test_answers_are_those_of_a_fresh_engine_of_the_version(
     one, other = ran(exchanges)
     assert one == other
     assert one[-4:] == [first, second, first, second]
+    if ranks == WHOLE:
+        placed = sorted(json.loads(line) for line in (exchanges / "mapped").read_text().splitlines())
+        assert placed == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_no_step_has_two_versions_under_load(shared: LiveServer, exchanges: Path) -> None:
