@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad]
 RANKS = (*VLLM_ARGS, "--data-parallel-size", "2")
 WHOLE = (*RANKS, "--enable-expert-parallel")  # experts, each in one rank
+LONG = {"prompt_token_ids": [3, 4, 5], "max_tokens": 400, "ignore_eos": True, "stream": True}
 PROMPTS = [[5 + i, 6, 7 + 3 * i, 8] for i in range(4)]
 
 
@@ -61,6 +63,8 @@ def shared(
     fresh: list[list[int]], models: list[Path], ranks: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
     with LiveServer(models[0], tmp_path_factory.mktemp("state"), ranks).running() as server:
+        server.push(models[1])
+        server.rollback()
         yield server
 
 
@@ -125,3 +129,34 @@ def test_ranks_come_back_with_the_version_that_was_live(shared: LiveServer, mode
     shared.push(models[0])
     assert shared.rollback()
     assert answers(shared) == before
+
+
+@pytest.mark.parametrize("state", ["STAGING", "COMMITTING"])
+def test_a_rank_that_dies_in_a_swap_leaves_the_version_before(
+    shared: LiveServer, models: list[Path], exchanges: Path, state: str
+) -> None:
+    """The rank does not answer any more, and the other waits for it: with the version, or at their common step."""
+    target = shared.rollback()
+    said = {target: answers(shared)}
+    before = shared.rollback()
+    said[before] = answers(shared)
+    assert said[before] != said[target]
+    rank = next(process for process in shared.tree() if "DP1" in " ".join(process.cmdline()))
+    finish: dict[str, Any] = {"headers": {"x-hotswap-policy": "finish"}, "json": LONG}
+    with ThreadPoolExecutor(1) as threads, shared.client.stream("POST", "/generate", **finish) as stream:
+        assert next(stream.iter_lines()) == "event: token"
+        if state == "STAGING":
+            rank.suspend()
+            swap = threads.submit(shared.admin.post, "/admin/weights", json={"path": str(models[0])})
+        else:
+            swap = threads.submit(shared.activate, target, mode="rolling", drain_s=240)
+        wait_until(lambda: shared.instance()["state"] == state, 60)
+        rank.suspend()
+        stream.close()
+        rank.kill()
+        wait_until(lambda: not shared.instances(), 60, what="the instance ends with its rank")
+        wait_until(shared.whole, 300, what="it serves again")
+        assert swap.result().status_code == 409, swap.result().text
+    assert shared.active() == before
+    assert answers(shared) == said[before]
+    assert not (exchanges / "torn").exists()
