@@ -4,22 +4,27 @@
 a slot (memory faults, a stray writer), a manifest that differs from the record, and instances that built something
 else, and reports all problems, not the first alone. `diff` tells which tensors two versions differ in, and by how much,
 with numpy over the slots, without torch.
+
+`python -m weightsync.versions URL MODEL A B` prints the diff as one line of JSON, or {"error": {"code", "message"}}
+with exit status 1: for the gateway, whose own process reads no weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from weightsync.control.board import readable_versions
 from weightsync.control.hosts import host_of, local_path, this_host
@@ -262,6 +267,10 @@ class VersionDiff:
     def changed(self) -> int:
         return sum(t.changed for t in self.tensors)
 
+    def to_json(self) -> dict[str, Any]:
+        """All of it, with the totals `elements` and `changed`."""
+        return {**asdict(self), "elements": self.elements, "changed": self.changed}
+
 
 def diff(store_url: str, model: str, a: int, b: int) -> VersionDiff:
     """Compare two versions held on this host. Raises SwapError, ManifestError, SlotBusy, StoreUnavailable."""
@@ -353,3 +362,18 @@ def _e4m3fn() -> npt.NDArray[np.float32]:
     size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
     size[(codes & 127) == 127] = np.nan
     return np.where(codes & 128, -size, size).astype(np.float32)
+
+
+def main() -> int:
+    """The command; returns the exit status."""
+    url, model, a, b = sys.argv[1:]
+    try:
+        told = diff(url, model, int(a), int(b)).to_json()
+    except WeightSyncError as error:
+        told = {"error": error.to_json()}
+    print(orjson.dumps(told).decode())
+    return int("error" in told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

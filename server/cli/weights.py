@@ -348,8 +348,7 @@ def show_report(report: VerifyReport, *, as_json: bool) -> None:
 def show_diff(found: VersionDiff, *, as_json: bool) -> None:
     """A row per tensor that differs, the largest change first."""
     if as_json:
-        totals = {"elements": found.elements, "changed": found.changed}
-        print(orjson.dumps({**asdict(found), **totals}).decode())
+        print(orjson.dumps(found.to_json()).decode())
         return
     numbers = ("elements", "changed", "share", "max abs", "max rel", "mean abs", "not finite")
     shown = table("tensor", "dtype", *numbers, whole=True)

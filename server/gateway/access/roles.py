@@ -26,6 +26,7 @@ NEEDED: Final[Mapping[str, Role]] = {
     "POST /admin/weights/split": "operator",
     "DELETE /admin/weights/split": "operator",
     "GET /admin/weights/active": "viewer",
+    "GET /admin/weights/diff": "operator",
     "GET /admin/weights/schema": "viewer",
     "POST /admin/weights/upload": "publisher",
     "GET /admin/swap": "viewer",

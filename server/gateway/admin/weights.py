@@ -60,6 +60,7 @@ Drain = Annotated[float | None, Query(ge=0, le=3600, description="for streams to
 WithConfig = Annotated[bool, Query(description="it brings a config.json: it may have other tensors, and more of them")]
 Part = Annotated[str, Query(max_length=200, description='"draft" or "lora/NAME", if it brings no base model')]
 Onto = Annotated[int | None, Query(ge=1, lt=2**63, description="the version it carries on; default: the active one")]
+Of = Annotated[int, Query(ge=1, lt=2**63, description="a version that this host holds")]
 Lost = Annotated[OnLost, Query(description="when an instance dies before the commit")]
 Version = Annotated[int, Field(ge=1, lt=2**63)]
 WAITS: dict[int | str, dict[str, Any]] = {202: {"description": "It waits for the approval of a second identity."}}
@@ -214,6 +215,14 @@ async def active(model: ModelDep) -> dict[str, Any]:
     record = await active_record(model)
     nothing = {"version": None, "epoch": 0, "previous": None}
     return {"model": model.name, **(asdict(record) if record is not None else nothing)}
+
+
+@router.get("/weights/diff")
+async def diff(model: ModelDep, a: Of, b: Of) -> dict[str, Any]:
+    """The tensors in which two versions differ, the largest change first, and how many are compared."""
+    found = await model.pusher.diff(a, b)
+    differing = [tensor for tensor in found["tensors"] if tensor["state"] != "same"]
+    return {"model": model.name, **found, "compared": len(found["tensors"]), "tensors": differing}
 
 
 @router.get("/weights/schema")

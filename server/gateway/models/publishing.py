@@ -88,6 +88,7 @@ class Pusher:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._turn = asyncio.Lock()
+        self._comparing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._spare: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -159,6 +160,24 @@ class Pusher:
         """
         return await self.keep(self._push_prepared(prepared, then))
 
+    async def diff(self, a: int, b: int) -> dict[str, Any]:
+        """`weightsync.versions.VersionDiff` of two versions, one comparison at a time, in a process of its own.
+
+        Raises HttpError.
+        """
+        within_s = self._config.push_timeout_s
+        async with self._comparing:
+            command = (self._config.store, self._config.model, str(a), str(b))
+            process = await self._start(command, module="weightsync.versions")
+            try:
+                out, err = await asyncio.wait_for(process.communicate(), within_s)
+            except TimeoutError:
+                what = f"Comparing took over {within_s:g} s and was ended; run `hotswap weights diff` on this host."
+                raise HttpError(504, what, code="diff_timeout") from None
+            finally:
+                await _end(process)
+        return _answer_of(process.returncode, out, err, "tensors", "Comparing", code="diff_failed")
+
     async def close(self) -> None:
         """Ends what is running."""
         for task in self._tasks:
@@ -217,10 +236,15 @@ class Pusher:
         return f"--store={self._config.store}", f"--model={self._config.model}", "--no-activate", "--json", *what
 
     async def _start(
-        self, options: tuple[str, ...], *, stdin: int = asyncio.subprocess.DEVNULL, pass_fds: tuple[int, ...] = ()
+        self,
+        options: tuple[str, ...],
+        *,
+        module: str = "weightsync.push",
+        stdin: int = asyncio.subprocess.DEVNULL,
+        pass_fds: tuple[int, ...] = (),
     ) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "weightsync.push", *options),
+            *(sys.executable, "-m", module, *options),
             stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -246,7 +270,7 @@ class Pusher:
             await _end(process)
             answering.cancel()
             await asyncio.gather(answering, stalled, return_exceptions=True)
-        return _answer_of(process.returncode, out, err)
+        return _answer_of(process.returncode, out, err, "version", "Publishing", code="push_failed")
 
 
 @dataclass(frozen=True)
@@ -333,15 +357,15 @@ def _check_path(path: str) -> None:
         raise HttpError(400, "`path` must be an absolute path on the gateway's host.", code="bad_path", param="path")
 
 
-def _answer_of(status: int | None, out: bytes, err: bytes) -> dict[str, Any]:
-    """The answer of the process about the version it published. Raises the error that the process tells."""
+def _answer_of(status: int | None, out: bytes, err: bytes, field: str, work: str, *, code: str) -> dict[str, Any]:
+    """The answer of the process, which has `field`. Raises the error that the process tells; if none, with `code`."""
     answer = _last_json(out) or _last_json(err)
-    if status == 0 and isinstance(answer.get("version"), int):
+    if status == 0 and field in answer:
         return answer
     if isinstance(answer.get("error"), dict):
         raise from_fields(answer["error"])
-    log.error("weightsync.push ended with status %s: %s", status, err.decode(errors="replace")[-2000:])
-    raise HttpError(500, f"Publishing failed (status {status}); the gateway's log has its output.", code="push_failed")
+    log.error("%s ended with status %s: %s", work, status, err.decode(errors="replace")[-2000:])
+    raise HttpError(500, f"{work} failed (status {status}); the gateway's log has its output.", code=code)
 
 
 def _last_json(output: bytes) -> dict[str, Any]:

@@ -20,8 +20,7 @@ class Forked:
 
     _files: tuple[Any, ...] = ()
 
-    def __init__(self, options: tuple[str, ...], pass_fds: tuple[int, ...]) -> None:
-        args = ["weightsync.push", *options]
+    def __init__(self, args: list[str], pass_fds: tuple[int, ...]) -> None:
         theirs, ours = zip(*(os.pipe() if number == 0 else os.pipe()[::-1] for number in range(3)), strict=True)
         passed = dict(zip((0, 1, 2, *pass_fds), (*theirs, *pass_fds), strict=True))
         self._process = warm(SYNC).start(args, dict(os.environ), Path(os.devnull), passed)
@@ -41,7 +40,7 @@ class Forked:
     async def wait(self) -> int:
         return await asyncio.to_thread(self._process.wait)
 
-    async def communicate(self, told: bytes | None) -> tuple[bytes, bytes]:
+    async def communicate(self, told: bytes | None = None) -> tuple[bytes, bytes]:
         stdin, *outputs = self._files
         with contextlib.suppress(BrokenPipeError):
             stdin.write(told or b"")
@@ -52,8 +51,15 @@ class Forked:
 
 
 class WarmPusher(Pusher):
-    async def _start(self, options: tuple[str, ...], *, stdin: int = 0, pass_fds: tuple[int, ...] = ()) -> Any:
-        return await asyncio.to_thread(Forked, options, pass_fds)
+    async def _start(
+        self,
+        options: tuple[str, ...],
+        *,
+        module: str = "weightsync.push",
+        stdin: int = 0,
+        pass_fds: tuple[int, ...] = (),
+    ) -> Any:
+        return await asyncio.to_thread(Forked, [module, *options], pass_fds)
 
     def _keep_spare(self) -> None:
         """A fork is as quick."""

@@ -71,7 +71,7 @@ def test_every_code_in_the_table_exists() -> None:
     limits = {f"{limit.name}_limit" for limit in key_limits.LIMITS.values() if limit.counts in ("minute", "now")}
     known = own | limits | STATUS.keys() | REFUSALS.keys()
     assert documented <= known
-    base = {"internal_error", "bad_request", "conflict", "unprocessable", "insufficient_storage", "push_failed"}
+    base = {"internal_error", "bad_request", "conflict", "unprocessable", "insufficient_storage"}
     assert known - STATUS.keys() - base <= documented
 
 

@@ -206,6 +206,29 @@ async def test_a_publication_that_hangs_is_ended_and_the_next_one_goes_on(
     assert await pusher.push(one(checkpoint), version) == 1
 
 
+async def test_versions_are_compared_in_a_process_that_is_ended_when_it_takes_too_long(
+    pusher: Pusher, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await pusher.push(one(checkpoint), version) == 1
+    save_safetensors(checkpoint / "model.safetensors", model(2.0))
+    assert await pusher.push(one(checkpoint), version) == 2
+    found = await pusher.diff(1, 2)
+    assert (found["a"], found["b"]) == (1, 2)
+    assert {tensor["state"] for tensor in found["tensors"]} == {"changed"}
+    with refuses(404, match="version 3 does not exist"):
+        await pusher.diff(1, 3)
+    hanging = await asyncio.create_subprocess_exec(sys.executable, "-c", HANGS, stdout=asyncio.subprocess.PIPE)
+
+    async def hangs(options: tuple[str, ...], **how: Any) -> asyncio.subprocess.Process:
+        return hanging
+
+    monkeypatch.setattr(pusher, "_start", hangs)
+    monkeypatch.setattr(pusher, "_config", replace(pusher._config, push_timeout_s=0.01))
+    with refuses(504, match="ended; run `hotswap weights diff`"):
+        await pusher.diff(1, 2)
+    assert hanging.returncode is not None
+
+
 BUSY_ELSEWHERE = """
 import threading
 threading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()
