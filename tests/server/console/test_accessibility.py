@@ -13,9 +13,17 @@ from tests.node import JS, installed
 from tests.server.console import play
 from tests.server.console.browser import Watched, watched
 from tests.server.console.play import MARKUP, Script, admin_page, answered, say, serve_version, sign_in
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, new_key
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.broad]
+FORMS = {
+    "swap": "Roll back",
+    "publish": "Publish a checkpoint",
+    "release": "Start a release",
+    "key": "Make a key",
+    "revoke": "Revoke reader",
+    "diff": "Diff of v1 to the active version",
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +51,17 @@ async def test_axe_finds_nothing(
     for step in (1, 2):
         point = {"step": step, "time": float(step), "reward": step / 4, "loss": 1.0}
         await asyncio.to_thread(gateway.store.put, KEYS.training_point(step), orjson.dumps(point))
+    await new_key(gateway, name="reader", scopes=["viewer"])
     async with watched(browser, admin_page(gateway), color_scheme=scheme, reduced_motion="reduce") as page:
         await sign_in(page)
         await page.wait_text("#swaps", "done")
         await page.page.wait_for_selector("#reward svg path")
         await say(page)
         assert await violations(page, axe) == []
-        await page.page.get_by_role("button", name="Roll back", exact=True).click()
-        assert await violations(page, axe) == []
+        for form, opener in FORMS.items():
+            await page.page.get_by_role("button", name=opener, exact=True).click()
+            assert await violations(page, axe) == [], form
+            await page.page.locator(f"#{form}-close").click()
         page.check()
     async with watched(browser, f"{gateway.url}/console", color_scheme=scheme) as page:
         await say(page)
@@ -112,6 +123,9 @@ async def test_a_phone_shows_all_without_scrolling_sideways(
                 await page.wait_text("#swaps", "done")
                 row = await page.page.locator("#swaps tbody tr").last.evaluate("row => row.offsetHeight")
                 assert row < 100, "a cell that has to be scrolled to makes no row high"
+                await page.page.get_by_role("button", name="Make a key").click()
+                assert await page.page.locator("#key-dialog").evaluate("d => d.scrollWidth <= d.clientWidth")
+                await page.page.locator("#key-close").click()
             await say(page)
             assert await page.page.evaluate("document.documentElement.scrollWidth") <= 320
             page.check()

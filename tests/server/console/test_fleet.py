@@ -79,7 +79,7 @@ async def test_versions_are_listed_with_what_may_be_done(console: Watched, gatew
     rows = [row.split("\t") for row in await console.page.locator("#versions tbody tr").all_inner_texts()]
     assert [(row[0], row[1]) for row in rows] == [("v3", "retired"), ("v2", "ready"), ("v1", "active")]
     assert rows[0][5] == "123 MB"
-    assert await console.page.locator("#versions button").all_inner_texts() == ["Activate"]
+    assert await console.page.locator("#versions button").all_inner_texts() == ["Activate", "Diff"]
     assert await console.page.get_by_role("button", name="Activate v2").is_visible()
     assert await console.page.get_by_role("button", name="Roll back").is_disabled()
     await console.wait_text("#active", "v1")
@@ -109,7 +109,7 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     await dialog.wait_for()
     await page.get_by_label("rolling").focus()
     await page.keyboard.press("Space")
-    await page.get_by_label("Why").focus()
+    await dialog.get_by_label("Why").focus()
     await page.keyboard.type("fewer errors & shorter")
     await page.get_by_role("button", name="Activate", exact=True).focus()
     await page.keyboard.press("Enter")

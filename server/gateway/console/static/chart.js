@@ -35,7 +35,7 @@ export class LineChart {
   #draw() {
     const some = this.points.length > 1;
     this.picture.classList.toggle("gone", !some);
-    this.details.hidden = this.points.length === 0;
+    this.details.hidden = !some;
     this.note.hidden = some;
     if (!some) return;
     const width = Math.max(200, this.figure.clientWidth);

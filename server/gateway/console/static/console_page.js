@@ -4,10 +4,14 @@ import { Announcer } from "./announce.js";
 import { Api } from "./api.js";
 import { Chat } from "./chat.js";
 import { CurvesView } from "./curves.js";
+import { DiffDialog } from "./diff.js";
 import { byId, setText } from "./dom.js";
 import { FleetView } from "./fleet.js";
 import { Key, tell, wireKeyForm } from "./key.js";
+import { KeysView } from "./keys.js";
 import { LedgerView } from "./ledger.js";
+import { PublishDialog } from "./publish.js";
+import { ReleaseDialog } from "./release_dialog.js";
 import { ReleasesView } from "./releases.js";
 import { SwapDialog } from "./swap_dialog.js";
 import { SwapsView } from "./swaps.js";
@@ -24,10 +28,14 @@ class ConsolePage {
     this.announcer = new Announcer(byId("announcements"));
     this.talk = new Talk(this.api);
     this.chat = new Chat(this.talk, this.announcer);
-    this.dialog = new SwapDialog(this.api, () => this.#look());
+    const look = () => this.#look(true);
+    this.dialog = new SwapDialog(this.api, look);
+    this.publish = new PublishDialog(this.api, look);
+    this.start = new ReleaseDialog(this.api, look);
     this.fleet = new FleetView();
-    this.weights = new WeightsView(this.dialog);
-    this.releases = new ReleasesView(this.api, this.announcer, () => this.#look());
+    this.weights = new WeightsView(this.dialog, new DiffDialog(this.api));
+    this.releases = new ReleasesView(this.api, this.announcer, look);
+    this.keys = new KeysView(this.api, look);
     this.swaps = new SwapsView(this.announcer);
     this.ledger = new LedgerView();
     this.curves = new CurvesView();
@@ -49,8 +57,10 @@ class ConsolePage {
     this.#look();
   }
 
-  // One round, and the next in a second; while nobody sees the page, and without a key, there is none.
-  async #look() {
+  // One round, and the next in a second; while nobody sees the page, and without a key, there is none. `all`: with what
+  // is not asked for in every round.
+  async #look(all = false) {
+    if (all) this.rounds = 0;
     if (this.looking) {
       this.again = true; // what is under way may have begun with another key
       return;
@@ -64,7 +74,7 @@ class ConsolePage {
       this.#problem(error);
     }
     this.looking = false;
-    if (this.again) this.#look();
+    if (this.again) this.#look(true);
     else if (this.key.value && !document.hidden) this.timer = setTimeout(() => this.#look(), PERIOD_MS);
   }
 
@@ -85,9 +95,15 @@ class ConsolePage {
     this.weights.update(weights, release);
     this.releases.update(release, findings);
     this.dialog.follow(swap, instances);
+    this.publish.follow(swap, instances);
+    this.publish.active = weights.active;
+    this.start.update(weights.active, weights.versions);
     this.#now(weights.active, swap, pause, instances);
     await this.#past(swap);
-    if (this.rounds % 5 === 0) this.ledger.update((await this.api.json("/admin/ledger?limit=50")).entries);
+    if (this.rounds % 5 === 0) {
+      this.ledger.update((await this.api.json("/admin/ledger?limit=50")).entries);
+      this.keys.update(await this.api.json("/admin/keys"));
+    }
     if (this.rounds++ % 2 === 0) this.curves.update(await this.api.json("/admin/series"), this.history);
   }
 
@@ -99,6 +115,9 @@ class ConsolePage {
     this.releases.forget();
     this.swaps.forget();
     this.ledger.update([]);
+    this.keys.update({ keys: [], inference: "keys" });
+    this.start.update(null, []);
+    for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
     this.rounds = 0;
     this.curves.update({ throughput: [], training: [] }, []);
     this.seen = null;

@@ -52,3 +52,7 @@ export function number(value, digits = 0) {
 export function clock(seconds) {
   return typeof seconds === "number" ? new Date(seconds * 1000).toLocaleTimeString([], { hour12: false }) : "–";
 }
+
+export function day(seconds) {
+  return new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short", hour12: false });
+}

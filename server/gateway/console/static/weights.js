@@ -7,8 +7,9 @@ import { Table, clock } from "./table.js";
 import { badge, served, shares, versionName } from "./versions.js";
 
 export class WeightsView {
-  constructor(dialog) {
+  constructor(dialog, diff) {
     this.dialog = dialog;
+    this.diff = diff;
     this.active = null;
     this.table = new Table(byId("versions"), this.#columns(), (v) => v.version, "Nothing has been published.");
     this.rollback = byId("rollback");
@@ -35,7 +36,7 @@ export class WeightsView {
       { head: "Size", kind: "number", value: (v) => size(v.nbytes) },
       { head: "Fingerprint", value: (v) => v.fingerprint, render: (v) => fingerprintCell(v.fingerprint) },
       { head: "Parts", value: (v) => (v.parts ?? []).map((part) => part.name).join(", ") || "–" },
-      { head: "Do", value: (v) => `${this.#isActive(v)} ${v.state} ${this.#share(v)}`, render: (v) => this.#actions(v) },
+      { head: "Do", value: (v) => `${this.active?.version} ${v.state} ${this.#share(v)}`, render: (v) => this.#actions(v) },
     ];
   }
 
@@ -49,12 +50,22 @@ export class WeightsView {
   }
 
   #actions(version) {
-    const alone = this.#isActive(version) && !this.active.split;
-    if (alone || version.state !== "ready") return document.createTextNode("–");
-    const name = versionName(version.version);
-    const button = el("button", { type: "button", "aria-label": `Activate ${name}` }, "Activate");
-    button.addEventListener("click", () => this.dialog.open({ version: version.version, rollback: false }));
-    return button;
+    const { version: number, state } = version;
+    const buttons = [];
+    const add = (text, name, act) => {
+      const button = el("button", { type: "button", "aria-label": name }, text);
+      button.addEventListener("click", act);
+      buttons.push(button);
+    };
+    const name = versionName(number);
+    const ready = state === "ready";
+    if (ready && (!this.#isActive(version) || this.active.split)) {
+      add("Activate", `Activate ${name}`, () => this.dialog.open({ version: number, rollback: false }));
+    }
+    if (ready && this.active && !this.#isActive(version)) {
+      add("Diff", `Diff of ${name} to the active version`, () => this.diff.open(this.active.version, number));
+    }
+    return buttons.length ? el("span", { class: "row" }, ...buttons) : document.createTextNode("–");
   }
 }
 
