@@ -24,6 +24,7 @@ from typing import Any
 
 from server.up import processes
 from server.up.forks import Forks
+from tests.started.experts import DIRECTORY
 from tests.started.sitecustomize import TEST
 from tests.waiting import wait_until
 from weightsync.dying import with_me
@@ -95,7 +96,8 @@ def install() -> None:
     cold = processes.Child._process
 
     def process(self: Any) -> Any:
-        if self._args[:2] == ["server.cli", "instance"] and "--headless" not in self._args:
+        changed = DIRECTORY in os.environ  # what changes vLLM as it is imported
+        if self._args[:2] == ["server.cli", "instance"] and "--headless" not in self._args and not changed:
             env = self._env | {TEST: os.environ.get(TEST, "")}  # of the test that has it started again
             return warm(ENGINES).start(self._args, env, self.log, self._inherited)
         if self._args[0] == "server.gateway":

@@ -136,11 +136,9 @@ def test_a_rank_that_dies_in_a_swap_leaves_the_version_before(
     shared: LiveServer, models: list[Path], exchanges: Path, state: str
 ) -> None:
     """The rank does not answer any more, and the other waits for it: with the version, or at their common step."""
-    target = shared.rollback()
-    said = {target: answers(shared)}
-    before = shared.rollback()
-    said[before] = answers(shared)
-    assert said[before] != said[target]
+    target, other = shared.push(models[1]), answers(shared)
+    before, said = shared.push(models[0]), answers(shared)
+    assert said != other
     rank = next(process for process in shared.tree() if "DP1" in " ".join(process.cmdline()))
     finish: dict[str, Any] = {"headers": {"x-hotswap-policy": "finish"}, "json": LONG}
     with ThreadPoolExecutor(1) as threads, shared.client.stream("POST", "/generate", **finish) as stream:
@@ -158,5 +156,5 @@ def test_a_rank_that_dies_in_a_swap_leaves_the_version_before(
         wait_until(shared.whole, 300, what="it serves again")
         assert swap.result().status_code == 409, swap.result().text
     assert shared.active() == before
-    assert answers(shared) == said[before]
+    assert answers(shared) == said
     assert not (exchanges / "torn").exists()
