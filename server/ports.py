@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 from pathlib import Path
 
 _FIRST = 10_000  # below are the ports of well-known services
 _ATTEMPTS = 200
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_held: list[socket.socket] = []  # bound, and not listening: a port stays this process's until it ends
+_MOST_HELD = 64
+_held: deque[socket.socket] = deque()  # bound, and not listening
 # Hosts that stand for all addresses of a machine, and the address at which the machine itself reaches such a listener.
 ANY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
@@ -28,9 +30,9 @@ def free_port(host: str = "127.0.0.1", wanted: int | None = None) -> int:
     """A TCP port of `host` that no process of this machine listens on or was given: `wanted` if that is one.
 
     The kernel takes ports for outgoing connections from a range of its own. The port is below that range: otherwise a
-    connection could come to have it before the process starts that is to listen there. This process holds the port
-    bound until it ends, for a listener with SO_REUSEADDR, which servers set. Raises OSError if `host` is no address
-    of this machine.
+    connection could come to have it before the process starts that is to listen there. This process holds its last
+    64 ports bound, for a listener with SO_REUSEADDR, which servers set. Raises OSError if `host` is no address of this
+    machine.
     """
     _socket(host, (host, 0)).close()
     draw, end = random.SystemRandom(), _outgoing()
@@ -58,6 +60,8 @@ def _hold(host: str, port: int) -> bool:
         return False
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which had to find the port unbound
     _held.append(held)
+    if len(_held) > _MOST_HELD:
+        _held.popleft().close()  # a process listens there long since, or has ended
     return True
 
 

@@ -124,7 +124,10 @@ class Forks:
     def look(self) -> bool:
         """Take what the fork server has answered by now; returns whether it has ended."""
         with self._lock:
-            while not self.ended and select.select([self._socket], [], [], 0)[0]:
+            answers = select.poll()  # select() takes no descriptor beyond 1,023
+            if not self.ended:
+                answers.register(self._socket, select.POLLIN)
+            while not self.ended and answers.poll(0):
                 try:
                     raw = self._socket.recv(MOST)
                 except ConnectionResetError:

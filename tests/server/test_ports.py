@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def test_no_other_process_is_given_it_and_any_server_listens_there(address: str)
     assert free == "True"
     with socket.create_server((address, port)), pytest.raises(OSError, match="in use"):
         socket.create_server((address, port))
+
+
+def test_what_is_held_takes_few_descriptors() -> None:
+    for _ in range(200):
+        ports.free_port()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        ports.free_port()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
