@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from weightsync.errors import StoreUnavailable
@@ -32,8 +32,9 @@ class ServerInfo:
 
 def info_of(state_dir: Path) -> ServerInfo:
     """Raises OSError, ValueError, TypeError or AttributeError, unless there is a description."""
-    fields = json.loads((state_dir / "server.json").read_text())
-    return ServerInfo(**{**fields, "models": tuple(fields.get("models", ()))})
+    said = json.loads((state_dir / "server.json").read_text())
+    known = {field.name: said[field.name] for field in fields(ServerInfo) if field.name in said}
+    return ServerInfo(**{**known, "models": tuple(known.get("models", ()))})
 
 
 def state_root() -> Path:

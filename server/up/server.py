@@ -77,7 +77,7 @@ class Server:
                 self._devices = devices_of_each(asked, os.environ, gpus.look())
         self.name = name = self.models[0].name
         self.state_dir = (config.state_dir or default_state_dir(name)).resolve()
-        self.admin_key_file = config.admin_key_file or self.state_dir / "admin.key"
+        self.admin_key_file = (config.admin_key_file or self.state_dir / "admin.key").absolute()
         self.config = replace(config, port=config.port or free_port(config.host))
         self.state = StateDir(self.state_dir)
         self.store = config.store or f"sqlite://{self.state.store}"
@@ -212,9 +212,10 @@ class Server:
         """
         timeout_s = self.config.ready_timeout_s if timeout_s is None else timeout_s
         began, told = time.monotonic(), dict[str, str]()
-        key_file = str(self.admin_key_file)
+        key_file, certificate = str(self.admin_key_file), self.gateway.ssl_certfile
         about = self.name, self.store, key_file, os.getpid(), "starting", tuple(model.name for model in self.models)
-        info = ServerInfo(self.url, self.admin_url, *about, certificate=str(self.gateway.ssl_certfile or ""))
+        shown = str(certificate.absolute()) if certificate else ""
+        info = ServerInfo(self.url, self.admin_url, *about, certificate=shown)
         info.write(self.state_dir)
         while not self._ready():
             for name, note in sorted(self._notes.items() - told.items()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -163,6 +165,18 @@ def test_what_was_ordered_by_an_interrupted_call_is_killed(
     assert "Beautiful is better than ugly." in (tmp_path / "short").read_text()
     wait_until(lambda: (server.look(), {child.pid for child in forked.children()} == {endless.pid})[1])
     assert endless.poll() is None
+
+
+def test_a_process_with_many_descriptors_has_a_fork_server(tmp_path: Path) -> None:
+    """select() takes none beyond 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    with contextlib.ExitStack() as held:
+        while held.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        server = forks.begin(NOTHING, tmp_path / "forks.log")
+        held.callback(server.stop)
+        assert server.start(SHORT, dict(os.environ), tmp_path / "log").wait(120) == 0
 
 
 def test_a_connection_that_goes_takes_its_own_processes_alone(tmp_path: Path) -> None:

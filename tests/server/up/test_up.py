@@ -133,19 +133,22 @@ async def test_it_asks_the_gateway_at_the_host_that_it_was_given(host: str, mode
 
 @pytest.mark.parametrize("admin", [{}, {"admin_host": "127.0.0.2"}], ids=["loopback", "another-address"])
 async def test_it_asks_a_gateway_by_the_certificate_that_it_was_given(
-    admin: dict[str, Any], model: Path, tmp_path: Path
+    admin: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The certificate is for another name than the address that `up` and commands on this host ask."""
+    """The certificate is for another name than the address that `up` and commands on this host ask. Its file is named
+    from where `up` runs, and commands run elsewhere."""
     made = Authority(tmp_path).mount(tmp_path / "tls", name="llm.example.com")
     files = {"ssl_certfile": made / "tls.crt", "ssl_keyfile": made / "tls.key"}
     with running_gateway(tmp_path, model=model.name, **files, **admin) as gateway:
-        words = ("--ssl-certfile", str(made / "tls.crt"), "--ssl-keyfile", str(made / "tls.key"))
+        monkeypatch.chdir(tmp_path)
+        words = ("--ssl-certfile", "tls/tls.crt", "--ssl-keyfile", "tls/tls.key")
         words += ("--admin-port", str(gateway.admin_port), "--admin-host", admin.get("admin_host", "127.0.0.1"))
         config = UpConfig(model=str(model), state_dir=tmp_path, port=gateway.port, gateway_args=words)
         server = Server(config)
         server.admin_key_file.write_text(ADMIN_KEY)
         async with gateway.instance(instance_id=server.instance_id(0)):
             await asyncio.to_thread(server.wait_ready, 60)
+            monkeypatch.chdir("/")
             rows = await asyncio.to_thread(AdminClient(tmp_path).call, "GET", "/admin/instances")
     assert [row["id"] for row in rows["instances"]] == [server.instance_id(0)]
     assert server.url.startswith("https://127.0.0.1:")
@@ -574,3 +577,10 @@ def run_with(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> Any:
     for name, part in parts.items():
         monkeypatch.setattr(Server, name, part)
     return up.run_up
+
+
+def test_a_description_of_a_later_release_is_read(tmp_path: Path) -> None:
+    ServerInfo("http://h:1", "http://h:2", "toy", "", "/key", 1).write(tmp_path)
+    written = json.loads((tmp_path / "server.json").read_text())
+    (tmp_path / "server.json").write_text(json.dumps({**written, "of_tomorrow": 1}))
+    assert ServerInfo.read(tmp_path).url == "http://h:1"
