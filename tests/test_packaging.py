@@ -153,6 +153,7 @@ def uv() -> Path:
 
 
 @pytest.mark.broad
+@pytest.mark.timeout(900)  # an index is asked about thousands of releases
 def test_the_lists_for_gpus_are_what_their_python_resolves_to(uv: Path, tmp_path: Path) -> None:
     for part in ("pyproject.toml", "README.md", "LICENSE", "requirements", "scripts"):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy

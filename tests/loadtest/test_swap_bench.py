@@ -85,6 +85,7 @@ def test_the_target_of_a_restart_is_stock_without_its_imports() -> None:
 
 @pytest.mark.broad
 @pytest.mark.engine
+@pytest.mark.timeout(900)  # stock vLLM starts twice, and nothing of it is warm
 def test_an_instance_that_is_killed_answers_again(tmp_path: Path) -> None:
     restarts.run(tmp_path / "found.json", kills=1, small=True, runs=tmp_path)
     (ends,) = orjson.loads((tmp_path / "found.json").read_bytes())["turns"]["restarts"]
