@@ -143,7 +143,7 @@ class Database:
                 raise WatchCompacted(start, oldest)
             rows = connection.execute(
                 "SELECT kind, key, value, create_revision, revision, lease FROM events "
-                "WHERE revision >= ? AND key >= ? AND key < ? ORDER BY seq",
+                "WHERE revision >= ? AND key >= ? AND key < ? ORDER BY revision, seq",  # by the index of the revision
                 (start, *_range(prefix, first)),
             )
             return [Event(kind, KeyValue(*kv)) for kind, *kv in rows], newest + 1

@@ -279,3 +279,19 @@ def _count(database: Database, name: str, reads: Counter[str]) -> None:
         return read(*arguments)
 
     setattr(database, name, counted)
+
+
+def test_a_watcher_reads_new_events_alone(tmp_path: Path) -> None:
+    """By an index: every watcher reads at every write, and thousands of events are kept."""
+    database, asked = Database(str(tmp_path / "store.db"), create=True), list[str]()
+    database.txn({}, {"a/1": b"x"})
+    database._connection.set_trace_callback(asked.append)
+    events, _ = database.events("a/", 1)
+    database._connection.set_trace_callback(None)
+    assert [event.kv.key for event in events] == ["a/1"]
+    plans = [
+        database._connection.execute(f"EXPLAIN QUERY PLAN {each}").fetchall() for each in asked if "SELECT" in each
+    ]
+    assert len(plans) >= 2
+    assert not [step for plan in plans for *_, step in plan if step.startswith("SCAN events")], plans
+    database.close()
