@@ -3,6 +3,9 @@
 With `--part draft` or `--part lora/NAME` DIR holds the draft model or a PEFT adapter, and the base stays as it is;
 `--with PART=DIR` adds one to the same version.
 
+With `--edition NAME` DIR holds a PEFT adapter that becomes an edition of NAME, which no swap brings; `--percent`,
+`--keep` and `--max-age` are as in `Publisher.publish_edition`.
+
 With `--delta FILE --upload-id ID` instead of DIR: a version sent by a `RemotePublisher`; `-` is standard input. With an
 `--upload-id`, of DIR too, the same id again gives the version that it gave before.
 
@@ -33,7 +36,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from weightsync.control.parts import BASE, LORA, Adapter, check_name, part_of
+from weightsync.control.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, part_of
 from weightsync.control.records import VersionRecord
 from weightsync.errors import (
     CheckpointError,
@@ -147,6 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 1
             with _opened(options.delta) as stream:
                 push_delta(stream, upload_id=options.upload_id or uuid.uuid4().hex, onto=options.onto, **common)
+        elif options.edition is not None:
+            how = {"percent": options.percent, "keep": options.keep, "max_age_s": options.max_age, "step": options.step}
+            del common["activate"], common["timeout_s"]
+            push_edition(options.directory, options.edition, **how, **common)
         else:
             what = {"part": options.part, "parts": dict(options.more), "without": options.without}
             what |= {"step": options.step, "cast": options.cast, "strip": options.strip}
@@ -226,6 +233,34 @@ def push(
         if activate:
             done |= {"active": True, "not_flipped": publisher.wait_active(version, timeout_s).not_flipped}
     return version
+
+
+def push_edition(
+    directory: Path,
+    name: str,
+    *,
+    store: str | None,
+    model: str,
+    lineage: str = "push",
+    requested_by: str = "",
+    reason: str = "",
+    sign: Path | None = None,
+    done: dict[str, Any] | None = None,
+    **terms: Any,
+) -> int:
+    """Publish the adapter in `directory` as an edition; returns its number. `done` as in `push`, `terms` and errors as
+    in `Publisher.publish_edition`; CheckpointError before anything is claimed."""
+    done, started = {} if done is None else done, time.perf_counter()
+    checkpoint, metadata = opened_checkpoint(LORA + name, directory)
+    adapter = Adapter(list(checkpoint.tensors()), orjson.loads(metadata[ADAPTER_CONFIG]))
+    how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
+    with Publisher(store, model=model, **how) as publisher:
+        number = publisher.publish_edition(name, adapter, source=str(directory.resolve()), **terms)
+        (record,) = [edition for edition in publisher.editions(name) if edition.number == number]
+    seconds, tensors = time.perf_counter() - started, len(checkpoint.schema.tensors)
+    done |= {"version": number, "edition": dataclasses.asdict(record), "active": False, "tensors": tensors}
+    done |= {"nbytes": record.nbytes, "seconds": round(seconds, 4), "gbps": round(record.nbytes / seconds / 1e9, 3)}
+    return number
 
 
 def opened_checkpoint(part: str, directory: Path, strip: str = "") -> tuple[Checkpoint, dict[str, str]]:
@@ -324,6 +359,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--with", dest="more", action="append", default=[], type=_named, metavar="PART=DIR", help="one more part of it"
     )
+    parser.add_argument("--edition", metavar="NAME", help="DIR holds an adapter: an edition of it, without a swap")
+    parser.add_argument("--percent", type=float, default=100.0, help="with --edition: its share of the requests")
+    parser.add_argument("--keep", type=int, default=3, help="with --edition: newest editions that stay (default: 3)")
+    parser.add_argument("--max-age", type=float, help="with --edition: seconds after which older ones go")
     parser.add_argument(
         "--without",
         action="append",

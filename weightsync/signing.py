@@ -109,6 +109,11 @@ class Trust:
         for part in (base, *record.parts):
             self._check(model, record.version, part, config if part is base else None)
 
+    def check_part(self, model: str, part: PartRecord) -> None:
+        """The same of one part, the edition of an adapter."""
+        if self._keys:
+            self._check(model, part.version, part, None)
+
     def _check(self, model: str, version: int, part: PartRecord, config: str | None) -> None:
         what = f"version {version}{f' ({part.name})' if part.name else ''}"
         if not part.signature:

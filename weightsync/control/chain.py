@@ -29,7 +29,7 @@ HEAD = f"{PREFIX}head"
 ENTRIES = f"{PREFIX}entries/"
 ARCHIVED = f"{PREFIX}archived"
 Action = Literal[
-    "publish", "activate", "rollback", "split", "commit", "revert", "done", "abort",
+    "publish", "withdraw", "activate", "rollback", "split", "commit", "revert", "done", "abort",
     "release", "release_end", "release_policy",
     "key_create", "key_change", "key_rotate", "key_revoke", "key_forget", "inference_open",
     "policy", "approval_wait", "approve", "refuse", "lapse",

@@ -44,8 +44,14 @@ def host_of(slot: str) -> str:
 
 def local_path(slot: str, host: str) -> Path | None:
     """Where the slot is on `host`; None if it lies on another one. Raises RecordError."""
+    path = local_name(slot, host)
+    return Path(path) if path is not None else None
+
+
+def local_name(slot: str, host: str) -> str | None:
+    """`local_path` as a text, of which a thousand take no time."""
     owner, path = _split(slot)
-    return Path(path) if owner == host else None
+    return path if owner == host else None
 
 
 def arena_key(host: str) -> str:

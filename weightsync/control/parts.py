@@ -25,6 +25,7 @@ DRAFT = "draft"
 LORA = "lora/"
 ADAPTER_CONFIG = "adapter_config"  # manifest metadata of an adapter: PEFT's adapter_config.json
 LORA_URL = "hotswap:"  # in vLLM's `lora_path`: the adapter comes from the swap transaction
+EDITION_URL = "hotswap-edition:"  # there, too: it is an edition (editions.py), and no swap changes it
 _LORA_NAME = re.compile(r"lora(?=.{2,129}\Z)(/[A-Za-z0-9][A-Za-z0-9._:@-]*)+")
 NAME_RULE = "1 to 128 letters, digits and . _ : @ - /, with a letter or digit first and after each /"
 

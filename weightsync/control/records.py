@@ -26,7 +26,7 @@ MOST_TOLD = 4096  # characters of an error's message
 TAKEN = frozenset(
     {"versions", "instances", "active", "target", "swap", "schema", "leader", "pauses", "counter", "schemas", "forms"}
     | {"starts", "publishers", "sleeps", "sleepers", "drains", "hosts", "disks", "takers", "parts"}
-    | {"current", "policies", "evidence", "config"}
+    | {"current", "policies", "evidence", "config", "editions"}
 )
 
 

@@ -65,7 +65,14 @@ class Arena:
 
     def slots(self, model: str) -> list[Path]:
         """The slot files of a model, in order."""
-        return sorted(self.directory.glob(f"slot-{_tag(model)}-*"))
+        return [self.directory / name for name in self._named(f"slot-{_tag(model)}-")]
+
+    def _named(self, prefix: str) -> list[str]:
+        """The files whose names begin so, in order; without a path of each, as there may be thousands."""
+        try:
+            return sorted(name for name in os.listdir(self.directory) if name.startswith(prefix))
+        except FileNotFoundError:
+            return []
 
     def claim(self, model: str, nbytes: int, in_use: set[str]) -> SlotLock:
         """A slot of at least `nbytes` that nobody uses, locked exclusively; made if there is none. Raises ArenaError,
@@ -83,9 +90,9 @@ class Arena:
     def idle(self, model: str, kept: Collection[str], in_use: set[str]) -> list[SlotLock]:
         """The slots of the model's other parts than those `kept`, that nobody uses, locked exclusively."""
         tags = {_tag(pool_of(model, part)) for part in kept}
-        there = sorted(self.directory.glob(f"slot-{_tag(model)}.*"))
-        free = [path for path in there if path.name.split("-")[1] not in tags and str(path) not in in_use]
-        return [lock for path in free if (lock := SlotLock.try_exclusive(path)) is not None]
+        there = self._named(f"slot-{_tag(model)}.")
+        free = [name for name in there if name.split("-")[1] not in tags and f"{self.directory}/{name}" not in in_use]
+        return [lock for name in free if (lock := SlotLock.try_exclusive(self.directory / name)) is not None]
 
     def _create(self, model: str, nbytes: int) -> SlotLock:
         for path in self._names(model):

@@ -125,6 +125,18 @@ class Draft:
         others = [parts] if isinstance(parts, Mapping) else list(parts)
         return commit_all([self], others, within_s=timeout_s if activate else None)
 
+    def commit_edition(self, *, percent: float, keep: int, age_s: float | None) -> int:
+        """Make the adapter an edition, which no swap brings; returns its number. Raises as `commit`."""
+        self._require_open()
+        try:
+            claim, part = self._claim, self._finish([])
+            self._publisher._make_edition(claim.record, claim.revision, part, percent, keep, age_s)
+        except BaseException:
+            self.abort()
+            raise
+        self._close()
+        return self.version
+
     def spread(self, parts: Iterable[Mapping[str, Any]], shares: Mapping[str, Mapping[str, Any]]) -> bytes:
         """End the writing of a version that other hosts have shares of; then `commit` has no more to do but tell.
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.control import outcome, swap
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.chain import LedgerEntry
+from weightsync.control.editions import MARK, EditionRecord
 from weightsync.control.hosts import this_host
 from weightsync.control.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, content_of
 from weightsync.control.records import (
@@ -302,6 +303,61 @@ class Publisher:
             self._forget(record.version, revision)
             raise
         return record.version
+
+    @publishing
+    def publish_edition(
+        self,
+        name: str,
+        adapter: Adapter,
+        *,
+        step: int | None = None,
+        percent: float = 100.0,
+        keep: int = 3,
+        max_age_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        source: str = "",
+    ) -> int:
+        """Publish an edition of an adapter beside those before it, without a swap; returns its number N. Clients pin
+        it as the model `NAME@N`. Those that ask for `NAME` get it from then on, or with `percent` that share of them.
+
+        `keep`: its newest editions that stay, this one included. `max_age_s`: editions that are older go, but for the
+        newest of each name. Requests that run through one that goes are finished. Raises as `publish`.
+        """
+        if not isinstance(name, str) or MARK in name:
+            said = f"no adapter with editions can be called {shown(name)}: leave out the {MARK}"
+            raise PublishError(said, code="bad_part")
+        if not isinstance(percent, int | float) or not 0 < percent <= 100:
+            raise PublishError(f"percent cannot be {shown(percent)}: pass more than 0, at most 100")
+        if not isinstance(keep, int) or keep < 1:
+            raise PublishError(f"keep cannot be {shown(keep)}: pass a number of editions, at least 1")
+        if max_age_s is not None and not (isinstance(max_age_s, int | float) and max_age_s > 0):
+            raise PublishError(f"max_age_s cannot be {shown(max_age_s)}: pass a number of seconds, or None")
+        part = check_name(LORA + name, self.model)
+        items, more = content_of(adapter)
+        items = list(items)
+        schema = as_schema((each, spec.dtype, spec.shape) for each, t in items if (spec := spec_of(each, t)))
+        pieces = {part: (schema, {**(metadata or {}), **more})}
+        with self.begin_all(pieces, step=step, source=source)[0] as draft:
+            for each, tensor in items:
+                draft.write(each, tensor)
+            return draft.commit_edition(percent=float(percent), keep=keep, age_s=max_age_s)
+
+    @publishing
+    def editions(self, name: str | None = None) -> list[EditionRecord]:
+        """The editions of an adapter, or of all, oldest first."""
+        return self._store.run(self._session.editions(name or ""))
+
+    @publishing
+    def withdraw_edition(self, name: str, number: int | None = None) -> list[int]:
+        """Take an edition of an adapter away, or all of it; the numbers of those that were there. Requests that run
+        through it are finished. Raises StalePublisher."""
+        return self._store.run(self._session.withdraw(name, number))
+
+    def _make_edition(
+        self, record: VersionRecord, revision: int, part: PartRecord, percent: float, keep: int, age_s: float | None
+    ) -> None:
+        made = self._session.make_edition(record, revision, part, percent=percent, keep=keep, age_s=age_s)
+        self._store.run(made)
 
     def _blank(self, schema: Schema, **about: Any) -> VersionRecord:
         """A version as it is before it has a number and slots; `base_version` is the one it carries on."""

@@ -14,17 +14,19 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Collection, Container, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from weightsync.control import swap
 from weightsync.control.board import readable_versions
 from weightsync.control.chain import LedgerEntry, append
+from weightsync.control.editions import EditionRecord, key_of, outdated, prefix_of, readable
 from weightsync.control.forms import check_config, completed, differing, kept_files
-from weightsync.control.hosts import host_of, local_path, slot_name
+from weightsync.control.hosts import host_of, local_name, slot_name
 from weightsync.control.lease import LeaseKeeper
-from weightsync.control.parts import BASE, check_without, compose, has_schema, slots_of, still_there
+from weightsync.control.parts import BASE, LORA, check_without, compose, has_schema, slots_of, still_there
 from weightsync.control.records import (
     MODELS_PREFIX,
     ActiveRecord,
@@ -55,6 +57,8 @@ from weightsync.peer.copies import kept_digests
 from weightsync.store.protocol import MISSING, KeyValue, Store
 
 CLAIM_ATTEMPTS = 100
+Write = tuple[str, dict[str, int], dict[str, bytes | None], Sequence[LedgerEntry]]
+"""What ends a claim: the key that shows it, revisions that must hold, what is written, and the ledger's entries."""
 _SLOT = re.compile(rb'"slot":"([^"\\]+)"')
 
 
@@ -67,7 +71,7 @@ class PublishSession:
         self._lease: LeaseKeeper | None = None
         self._schemas: dict[str, Schema] = {}
         self._form: tuple[str, FormRecord, Schema] | None = None  # the last one asked for, by its digest
-        self._unread_slots: set[str] = set()
+        self._other_slots: set[str] = set()  # of editions, and of versions that cannot be read
         self._claimed_again: dict[int, int] = {}  # the revisions of claims, by version
         self._token = self._fence = 0
         self._holding = asyncio.Lock()
@@ -169,8 +173,10 @@ class PublishSession:
         `record.base_version` is the version to carry on, if one was asked for. Raises PublishError, StalePublisher;
         StoreUnavailable when it was not made ready, or when the store does not say whether it was.
         """
-        key = self.keys.version(record.version)
-        while True:
+        key, form = self.keys.version(record.version), ""
+
+        async def write() -> Write:
+            nonlocal form
             basis, compares = await self._basis(record.base_version)
             form, new = basis.form if basis is not None else "", None
             if BASE in schemas:
@@ -178,7 +184,6 @@ class PublishSession:
             check_without(without, schemas, basis)
             basis = await self._still_there(basis, schemas) if basis is not None else None
             ready = compose(replace(record, state="ready", form=form), published, basis, without)
-            compares |= {key: revision, self.keys.publisher(self.lineage): self._fence}
             puts: dict[str, bytes | None] = {key: ready.to_json()}
             if new is not None:
                 puts[self.keys.form(form)] = new.to_json()
@@ -190,22 +195,81 @@ class PublishSession:
                     compares[name], puts[name] = MISSING, schema.to_json()
             if target is not None:
                 puts[self.keys.target] = target.to_json()
+            return key, compares, puts, self._entries(ready, target, without)
+
+        done = await self._commit(record, revision, published, schemas, write)
+        self._schemas |= {p: schema for p, schema in schemas.items() if has_schema(p) and (p != BASE or not form)}
+        return done
+
+    async def make_edition(
+        self, record: VersionRecord, revision: int, part: PartRecord, *, percent: float, keep: int, age_s: float | None
+    ) -> int:
+        """Make a claimed version an edition of its adapter, in one step, and take away the editions that are outdated
+        by it. Raises as `make_ready`."""
+        name, number = part.name.removeprefix(LORA), record.version
+        made = EditionRecord(
+            name, number, part.slot, part.manifest_digest, part.nbytes, self.lineage, time.time(), record.step,
+            percent, part.fingerprint, part.signature,
+        )  # fmt: skip
+        key = key_of(self.keys, name, number)
+
+        async def write() -> Write:
+            known = await self.editions("" if age_s is not None else name)
+            gone = outdated(known, name, keep, age_s, made.created_at)
+            puts = {key_of(self.keys, old.name, old.number): None for old in gone}
+            outcome = f"manifest {part.manifest_digest}"
+            about: dict[str, Any] = {"model": self.keys.model, "version": number, "subject": f"{part.name}@{number}"}
+            entry = LedgerEntry("publish", self.who, reason=self.reason, outcome=outcome, **about)
+            return key, {}, {**puts, self.keys.version(number): None, key: made.to_json()}, [entry]
+
+        return await self._commit(record, revision, [part], {}, write)
+
+    async def _commit(
+        self,
+        record: VersionRecord,
+        revision: int,
+        published: Sequence[PartRecord],
+        schemas: Mapping[str, Schema],
+        write: Callable[[], Awaitable[Write]],
+    ) -> int:
+        """End a claim by what `write` says, which is asked anew after a conflict; the store's revision."""
+        claimed = self.keys.version(record.version)
+        while True:
+            key, compares, puts, entries = await write()
+            compares |= {claimed: revision, self.keys.publisher(self.lineage): self._fence}
             try:
-                done = await append(self.store, compares, puts, *self._entries(ready, target, without))
+                return await append(self.store, compares, puts, *entries)
             except Conflict as conflict:
                 await self._explain(conflict, schemas)
-                if conflict.key == key:
+                if conflict.key == claimed:
                     with contextlib.suppress(Conflict):  # the next round says of what
                         revision = await self._claim_again(record, published)
-                continue
             except StoreUnavailable:
                 await self.forget(record.version, revision)  # a commit that is still on its way comes too late then
                 found = await self.store.get(key)
                 if found is None or found.value != puts[key]:
                     raise
-                done = found.mod_revision
-            self._schemas |= {p: schema for p, schema in schemas.items() if has_schema(p) and (p != BASE or not form)}
-            return done
+                return found.mod_revision
+
+    async def editions(self, name: str = "") -> list[EditionRecord]:
+        """Those that can be read of an adapter, or of all, oldest first."""
+        found = (await self.store.list(prefix_of(self.keys, name)))[0]
+        return readable({kv.key: kv.value for kv in found})
+
+    async def withdraw(self, name: str, number: int | None) -> list[int]:
+        """Take one edition of an adapter away, or all; the numbers of those that were there."""
+        await self.hold()
+        gone = [e.number for e in await self.editions(name) if number in (None, e.number)]
+        if gone:
+            subject = f"{LORA}{name}" if number is None else f"{LORA}{name}@{number}"
+            entry = LedgerEntry("withdraw", self.who, model=self.keys.model, subject=subject, reason=self.reason)
+            fence = {self.keys.publisher(self.lineage): self._fence}
+            try:
+                await append(self.store, fence, {key_of(self.keys, name, each): None for each in gone}, entry)
+            except Conflict:
+                await self._require_lineage()
+                raise
+        return gone
 
     async def ask_for(self, target: TargetRecord) -> int:
         """Write the target; returns its revision. Raises SwapError, StalePublisher."""
@@ -311,7 +375,8 @@ class PublishSession:
         """Those that can be read. The slots that other records name stay in use."""
         found = (await self.store.list(self.keys.versions))[0]
         unread = (kv.value for kv in found if VersionRecord.readable(kv.key, kv.value) is None)
-        self._unread_slots = {slot.decode() for raw in unread for slot in _SLOT.findall(raw)}
+        editions = (kv.value for kv in (await self.store.list(prefix_of(self.keys)))[0])
+        self._other_slots = {slot.decode() for raw in (*unread, *editions) for slot in _SLOT.findall(raw)}
         return readable_versions(found)
 
     async def require_model(self) -> None:
@@ -361,8 +426,8 @@ class PublishSession:
 
     def _slots_in_use(self, versions: list[VersionRecord]) -> set[str]:
         """Paths on this host."""
-        named = {slot for v in versions if v.state != "retired" for slot in slots_of(v)} | self._unread_slots
-        return {str(path) for slot in named if (path := local_path(slot, self.host)) is not None}
+        named = {slot for v in versions if v.state != "retired" for slot in slots_of(v)} | self._other_slots
+        return {path for slot in named if (path := local_name(slot, self.host)) is not None}
 
     async def _write_claim(self, record: VersionRecord, counter_revision: int) -> int:
         compares = {self.keys.counter: counter_revision, self.keys.publisher(self.lineage): self._fence}
