@@ -22,9 +22,9 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from server.errors import ConfigError
 from server.instance.config import InstanceConfig, parse_vllm_args
@@ -73,6 +73,7 @@ def run_follower(config: InstanceConfig) -> NoReturn:
     raise SystemExit("the workers of this host have ended, and with them their instance: start all of its hosts anew")
 
 
+T = TypeVar("T")
 Places = Mapping[str, VersionRecord]  # by host: the version with the paths of its slots there
 
 
@@ -101,10 +102,12 @@ async def located(
     names the host, when the first of them cannot have it; StoreUnavailable.
     """
     needs = slices or {}
-    tasks = {
-        host: asyncio.create_task(wait_for_slots(store, keys, version, host, timeout_s, needs.get(host, "")))
-        for host in sorted(set(hosts))
-    }
+    return await on_all(hosts, lambda host: wait_for_slots(store, keys, version, host, timeout_s, needs.get(host, "")))
+
+
+async def on_all(hosts: Iterable[str], wait: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """The results of `wait` for each of `hosts`, once all do; the first error ends it."""
+    tasks = {host: asyncio.create_task(wait(host)) for host in sorted(set(hosts))}
     try:
         found = await asyncio.gather(*tasks.values())
     finally:

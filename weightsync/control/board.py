@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from weightsync.control.editions import EditionRecord, prefix_of, readable
 from weightsync.control.records import (
     ActiveRecord,
     FormRecord,
@@ -130,6 +131,12 @@ class Board:
     def versions(self) -> list[VersionRecord]:
         """Those that can be read, oldest first."""
         return readable_versions(kv for key, kv in self._found.items() if key.startswith(self.keys.versions))
+
+    @property
+    def editions(self) -> list[EditionRecord]:
+        """Of adapters: those that can be read, oldest first, where their prefix is followed."""
+        prefix = prefix_of(self.keys)
+        return readable({key: kv.value for key, kv in self._found.items() if key.startswith(prefix)})
 
     def version(self, version: int) -> VersionRecord | None:
         found = self._found.get(self.keys.version(version))

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from weightsync.control.board import Board
+from weightsync.control.editions import EditionRecord, key_of
 from weightsync.control.hosts import HOST_ENV, arena_key, host_of, local_path
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.parts import BASE, base_of, slots_of
@@ -121,19 +122,23 @@ def with_local_slots(record: VersionRecord, where: Callable[[PartRecord], Path |
     return replace(record, slot=found[BASE].slot, parts=tuple(found[part.name] for part in record.parts))
 
 
-def ready_versions(board: Board) -> list[VersionRecord]:
-    """The versions whose copies are worth keeping."""
-    return [version for version in board.versions if version.state == "ready"]
+def kept_parts(board: Board) -> list[PartRecord]:
+    """The parts that are worth keeping: the slots of ready versions, and those of adapters' editions."""
+    versions = [part for version in board.versions if version.state == "ready" for part in all_parts(version)]
+    return [*versions, *(edition.as_part for edition in board.editions)]
 
 
 def wanted_slots(board: Board) -> list[PartRecord]:
-    """The slots of the version that is being swapped in, of the one asked for, the active one and the one before."""
+    """The slots of the version that is being swapped in, of the one asked for, the active one and the one before; then
+    those of adapters' editions, the newest first."""
     found: dict[str, PartRecord] = {}
     for number in wanted_versions(board):
         version = board.version(number)
         if version is not None and version.state == "ready":
             for part in all_parts(version):
                 found.setdefault(part.manifest_digest, part)
+    for edition in reversed(board.editions):
+        found.setdefault(edition.manifest_digest, edition.as_part)
     return list(found.values())
 
 
@@ -160,66 +165,86 @@ async def wait_for_slots(
     peer cannot fetch it, it is not here after `timeout_s`, or nobody wants it any more; StoreUnavailable.
     """
     if not host:
-        return _on_the_one_host(version)
-    wait = _Wait(store, keys, version, host, slices)
-    found = asyncio.create_task(wait.paths())
-    dropped = asyncio.create_task(wait.until_unwanted())
-    try:
-        await asyncio.wait({found, dropped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if found.done():
-            paths = found.result()
-            return with_local_slots(version, lambda part: paths[part.manifest_digest])
-        if dropped.done():
-            dropped.result()
-            raise wait.error("nobody wants it any more, so it is not waited for")
-        raise wait.error(f"it was not here after {timeout_s:g} s")
-    finally:
-        for task in (found, dropped):
-            task.cancel()
-        await asyncio.gather(found, dropped, return_exceptions=True)
+        _require_here(version.version, slots_of(version))
+        return version
+
+    async def wanted() -> bool:
+        found = [await store.get(key) for key in (keys.swap, keys.target, keys.active)]
+        return version.version in wanted_versions(Board(keys, [kv for kv in found if kv is not None], 0))
+
+    wait = _Wait(store, keys, version.version, host, slices, wanted)
+    paths = await wait.paths(all_parts(version), timeout_s)
+    return with_local_slots(version, lambda part: paths[part.manifest_digest])
 
 
-def _on_the_one_host(version: VersionRecord) -> VersionRecord:
-    """Raises PeerError for what only a peer could bring."""
-    elsewhere = {host for slot in slots_of(version) if (host := host_of(slot))}
-    if elsewhere:
-        raise copy_unavailable(
-            version.version,
-            "",
-            f"it lies on host {min(elsewhere)}: set {HOST_ENV}, and run `hotswap peer` on this host",
-        )
-    return version
+async def wait_for_edition(store: Store, keys: Keys, edition: EditionRecord, host: str, timeout_s: float) -> PartRecord:
+    """The edition of an adapter as a part, with the path of its copy on `host`, once that is there. Raises as
+    `wait_for_slots`."""
+    part = edition.as_part
+    if not host:
+        _require_here(edition.number, [part.slot])
+        return part
+
+    async def wanted() -> bool:
+        return await store.get(key_of(keys, edition.name, edition.number)) is not None
+
+    paths = await _Wait(store, keys, edition.number, host, "", wanted).paths([part], timeout_s)
+    return replace(part, slot=str(paths[part.manifest_digest]))
+
+
+def _require_here(version: int, slots: Iterable[str]) -> None:
+    """Raises PeerError for what only a peer could bring to the one host."""
+    if elsewhere := {host for slot in slots if (host := host_of(slot))}:
+        reason = f"it lies on host {min(elsewhere)}: set {HOST_ENV}, and run `hotswap peer` on this host"
+        raise copy_unavailable(version, "", reason)
 
 
 class _Wait:
-    """A wait for the slots of one version. `_last` is the latest record of the host's peer on what is missing."""
+    """A wait for the slots of one version, for as long as it is `wanted`. `_last` is the latest record of the host's
+    peer on what is missing."""
 
-    def __init__(self, store: Store, keys: Keys, version: VersionRecord, host: str, slices: str) -> None:
+    def __init__(
+        self, store: Store, keys: Keys, version: int, host: str, slices: str, wanted: Callable[[], Awaitable[bool]]
+    ) -> None:
         self._store, self._keys, self._version, self._host, self._slices = store, keys, version, host, slices
+        self._wanted = wanted
         self._last: CopyRecord | None = None
 
-    async def paths(self) -> dict[str, Path]:
+    async def paths(self, parts: Sequence[PartRecord], timeout_s: float) -> dict[str, Path]:
         """By manifest digest, when all are here. Raises PeerError."""
-        return {part.manifest_digest: await self._path(part) for part in all_parts(self._version)}
+        found = asyncio.create_task(self._paths(parts))
+        dropped = asyncio.create_task(self._until_unwanted())
+        try:
+            await asyncio.wait({found, dropped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if found.done():
+                return found.result()
+            if dropped.done():
+                dropped.result()
+                raise self._error("nobody wants it any more, so it is not waited for")
+            raise self._error(f"it was not here after {timeout_s:g} s")
+        finally:
+            for task in (found, dropped):
+                task.cancel()
+            await asyncio.gather(found, dropped, return_exceptions=True)
 
-    async def until_unwanted(self) -> None:
-        """Return when the version is neither swapped in nor active, previous or asked for."""
+    async def _paths(self, parts: Sequence[PartRecord]) -> dict[str, Path]:
+        return {part.manifest_digest: await self._path(part) for part in parts}
+
+    async def _until_unwanted(self) -> None:
         while True:
             await asyncio.sleep(STILL_WANTED_S)
-            found = [await self._store.get(key) for key in (self._keys.swap, self._keys.target, self._keys.active)]
-            board = Board(self._keys, [kv for kv in found if kv is not None], 0)
-            if self._version.version not in wanted_versions(board):
+            if not await self._wanted():
                 return
 
-    def error(self, reason: str) -> PeerError:
+    def _error(self, reason: str) -> PeerError:
         """The error for `reason`, with what the peer last said."""
         last = self._last
         if last is None:
             reason += f"; no peer of {self._host} has begun to fetch it: is `hotswap peer` running there?"
-            return copy_unavailable(self._version.version, self._host, reason)
+            return copy_unavailable(self._version, self._host, reason)
         if last.error is None:
-            return copy_unavailable(self._version.version, self._host, f"{reason}; its peer is still at it")
-        return copy_unavailable(self._version.version, self._host, f"{reason}; {last.error.message}", last.error.code)
+            return copy_unavailable(self._version, self._host, f"{reason}; its peer is still at it")
+        return copy_unavailable(self._version, self._host, f"{reason}; {last.error.message}", last.error.code)
 
     async def _path(self, part: PartRecord) -> Path:
         path = local_path(part.slot, self._host)
@@ -264,7 +289,7 @@ class _Wait:
         """Raises PeerError when the peer has failed to fetch it."""
         self._last = copy = CopyRecord.from_json(raw)
         if copy.state == "failed":
-            raise self.error("its peer could not fetch it")
+            raise self._error("its peer could not fetch it")
         return local_path(copy.slot, self._host) if copy.state == "ready" else None
 
 

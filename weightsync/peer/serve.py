@@ -10,17 +10,17 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from weightsync.control.hosts import check_host, local_path
-from weightsync.control.records import PartRecord, VersionRecord
+from weightsync.control.records import PartRecord
 from weightsync.errors import ManifestError, PeerError, PeerRefused, SlotBusy, TransferError, TransportUnavailable
 from weightsync.memory.arena import SlotLock
 from weightsync.peer.chunks import Shape, digests_of, manifest_of
-from weightsync.peer.copies import all_parts
 from weightsync.peer.messages import ALL, Have, Open, Opened
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.plan import halves
@@ -41,9 +41,9 @@ class Offers:
         self._host, self._shelf = host, shelf
         self._told: set[str] = set()  # slots that were logged as impossible to open
 
-    async def offer(self, version: VersionRecord) -> None:
-        """The slots of `version` that were published here."""
-        for part in all_parts(version):
+    async def offer(self, parts: Iterable[PartRecord]) -> None:
+        """Those of `parts` that were published here."""
+        for part in parts:
             digest, path = part.manifest_digest, local_path(part.slot, self._host)
             if part.shares:
                 await self._shared(part, digest, path)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from weightsync.control.board import Board
+from weightsync.control.editions import prefix_of
 from weightsync.control.hosts import slot_name
 from weightsync.control.parts import BASE
 from weightsync.control.records import CopyRecord, CopyState, ErrorInfo, Keys, PartRecord
@@ -36,9 +37,8 @@ from weightsync.peer.copies import (
     Announcer,
     CopyBoard,
     Since,
-    all_parts,
     hosts_with_peers,
-    ready_versions,
+    kept_parts,
     wanted_slots,
 )
 from weightsync.peer.fetch import Bring
@@ -122,7 +122,8 @@ class Peer:
         """Announce under a fresh lease and follow the records until the store or the lease is lost."""
         lease = await self._announcer.begin()
         revision = await self._needs.read(self._store)
-        async with asyncio.TaskGroup() as tasks, Board.follow(self._store, self._keys, *self._keys.concerns) as board:
+        prefixes = (*self._keys.concerns, (prefix_of(self._keys), ""))
+        async with asyncio.TaskGroup() as tasks, Board.follow(self._store, self._keys, *prefixes) as board:
             tasks.create_task(self._copies.follow(self._store))
             tasks.create_task(self._needs.follow(self._store, revision))
             lost = tasks.create_task(_raise_when_lost(lease.lost, lease.id))
@@ -136,12 +137,11 @@ class Peer:
     async def _reconcile(self, board: Board) -> None:
         """Offer, drop, fetch and announce as the records have it now."""
         await self._needs.look(self._store, board.swap.id if board.swap is not None else "")
-        versions = ready_versions(board)
-        alive = {part.manifest_digest for version in versions for part in all_parts(version)}
+        kept = kept_parts(board)
+        alive = {part.manifest_digest for part in kept}
         await self._supply.keep_to(alive)
         self._drop_all_but(alive)
-        for version in versions:
-            await self._offers.offer(version)
+        await self._offers.offer(kept)
         wanted = wanted_slots(board)
         missing = [part.manifest_digest for part in wanted if not self._shelf.has(part.manifest_digest)]
         self._copies.keep_to(set(missing))

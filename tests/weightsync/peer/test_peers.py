@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from dataclasses import replace
@@ -11,7 +12,9 @@ import pytest
 from tests.waiting import wait_until
 from tests.weightsync.peer.hosts import CHUNK, KEYS, SLOW, Hosts, bytes_of, newest, path_of, random_model
 from tests.weightsync.transport.peers import require
-from weightsync import SlotReader
+from weightsync import Adapter, SlotReader, open_store
+from weightsync.errors import PeerError
+from weightsync.peer.copies import wait_for_edition
 from weightsync.peer.plan import feeders
 
 
@@ -91,6 +94,22 @@ def test_retired_versions_are_dropped_and_their_slots_reused(hosts: Hosts) -> No
     wait_until(lambda: not hosts.copies(digests[0]))
     assert len(list(hosts.arenas["b"].glob("slot-*"))) < 6
     assert len(list(hosts.arenas["a"].glob("slot-*"))) < 6  # the publisher's own are not held by its peer
+
+
+def test_editions_of_an_adapter_reach_other_hosts_and_are_dropped_when_withdrawn(hosts: Hosts) -> None:
+    hosts.start("ab")
+    hosts.arrived("b", hosts.published("a"))
+    publisher, adapter = hosts.publisher("a", "tuner"), Adapter(random_model(3, 256 << 10), {"r": 2})
+    publisher.publish_edition("math", adapter)
+    (edition,) = publisher.editions("math")
+    copy = hosts.arrived("b", edition.manifest_digest)
+    store = open_store(hosts.store_url)
+    here = asyncio.run(wait_for_edition(store, KEYS, edition, "b", 60.0))
+    assert here == replace(edition.as_part, slot=str(path_of(copy)))
+    publisher.withdraw_edition("math")
+    wait_until(lambda: not hosts.copies(edition.manifest_digest))
+    with pytest.raises(PeerError, match="nobody wants it any more"):
+        asyncio.run(wait_for_edition(open_store(hosts.store_url), KEYS, edition, "b", 60.0))
 
 
 def test_a_version_retired_in_the_middle_is_let_go(hosts: Hosts) -> None:

@@ -20,6 +20,7 @@ from weightsync.errors import ManifestError, PeerError, PeerRefused, arena_full,
 from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, digests_of
 from weightsync.peer.control import PeerClient
+from weightsync.peer.copies import all_parts
 from weightsync.peer.messages import Open
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.service import Peer, Supply, Turns
@@ -168,7 +169,7 @@ async def test_a_slot_that_cannot_be_opened_holds_up_nothing_else(
         raise OSError(errno.EMFILE, "as told")
 
     monkeypatch.setattr(peer._shelf, "publish", publish)
-    await peer._offers.offer(version)
+    await peer._offers.offer(all_parts(version))
 
 
 async def test_a_slot_whose_publisher_was_killed_before_it_had_pages_is_not_offered(peer: Peer, tmp_path: Path) -> None:
