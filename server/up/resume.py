@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from server.errors import CliError
 from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord
@@ -42,7 +43,7 @@ from weightsync.control.strict_json import Record
 from weightsync.errors import CheckpointError, Conflict, RecordError, StoreError, VersionLost
 from weightsync.memory.arena import Arena, SlotLock
 from weightsync.peer.copies import all_parts, local_slot, own_copies
-from weightsync.persist import Restored, restore
+from weightsync.persist import Restored, restore, restore_editions
 from weightsync.persist.disk import Disk, slot_is_left, slot_is_whole
 from weightsync.publish.checkpoint import Checkpoint
 from weightsync.store import MISSING, Store
@@ -219,6 +220,10 @@ class _Beginning:
         await self._count_on()
         await self._forget_killed()
         restored = await self._restore(arena, active)
+        if lost := await restore_editions(self.store, **self._about(arena)):
+            self.said.append(
+                f"publish again {', '.join(lost)}: adapters' editions that are in no memory and on no disk"
+            )
         if self.wanted.copies is not None:
             own(self.wanted.copies, self._name)
         if restored is not None:
@@ -305,9 +310,10 @@ class _Beginning:
         return restored
 
     async def _restored(self, arena: Arena, version: int | None = None) -> Restored | None:
-        return await restore(
-            self.store, model=self.wanted.model, directories=self._places, arena=arena, version=version
-        )
+        return await restore(self.store, version=version, **self._about(arena))
+
+    def _about(self, arena: Arena) -> dict[str, Any]:
+        return {"model": self.wanted.model, "directories": self._places, "arena": arena}
 
     @property
     def _places(self) -> list[Path]:

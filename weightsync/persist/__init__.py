@@ -16,18 +16,20 @@ Reading, before anything else of a server starts (`restore.py`):
 
 The version committed last then lies in a slot of `arena` under its own number, with its manifest digest, whichever way
 the server before ended. `VersionLost` says that this cannot be done, why, and which version (`offer`) could be served
-instead; `restore(..., version=offer)` is the decision to serve that one, as a commit of its own.
+instead; `restore(..., version=offer)` is the decision to serve that one, as a commit of its own. `restore_editions`
+then does the same for the editions of adapters, of which those that are nowhere go.
 
 DIR/<version>/                    made in a temporary directory, synced, renamed
     version.json                  the version's record
     manifest.json                 the manifest, byte for byte as in the slot
     model*.safetensors            the tensors, with an index if there are several files
     draft/..., lora/NAME/...      the same of each part
+DIR/editions/<manifest digest>/adapter/   manifest.json, and the files of PEFT
 A part that several versions share is one set of files, hard-linked.
 """
 
 from __future__ import annotations
 
-from weightsync.persist.restore import Restored, restore
+from weightsync.persist.restore import Restored, restore, restore_editions
 
-__all__ = ["Restored", "restore"]
+__all__ = ["Restored", "restore", "restore_editions"]

@@ -1,6 +1,7 @@
 """`python -m weightsync.persist`: copies each committed version to disk (see the package).
 
-The `Persister` follows the commits of one model and keeps on disk the active version and the one a rollback goes to.
+The `Persister` follows the commits of one model and keeps on disk the active version and the one a rollback goes to,
+and those editions of adapters that are not replaced soon.
 
 A copy is written after the commit, from the slot, by a thread of a process that everybody else goes before. Instances
 and publishers do not wait for it: it holds the slot by a reader's lock, and lets go when a publisher needs the room for
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from weightsync.control.arenas import ensure_arena
 from weightsync.control.board import Board
+from weightsync.control.editions import prefix_of
 from weightsync.control.hosts import this_host
 from weightsync.control.records import ActiveRecord, DiskRecord, ErrorInfo, Keys, VersionRecord, shared_versions
 from weightsync.errors import PersistError, StoreUnavailable, WatchCompacted, WeightSyncError
@@ -35,6 +37,7 @@ from weightsync.store.protocol import Store
 log = logging.getLogger("hotswap.persist")
 RETRY_STORE_S = 0.5
 AGAIN_S = 30.0  # after a failure, unless a commit comes before
+EDITION_S = 10.0  # the age at which an edition is copied: many are replaced before
 LOWEST = 19  # of the scheduler; the kernel derives the lowest priority for input and output from it
 
 
@@ -51,6 +54,7 @@ class Persister:
         self._failed: dict[int, tuple[int, float]] = {}  # version: epoch at which it failed, and when
         self._needed: set[int] = set()
         self._give_up = False
+        self._editions: set[str] | None = None  # manifest digests, once there is nothing to do for them
         self._seen: tuple[ActiveRecord | None, list[VersionRecord]] | None = None
         self._told: DiskRecord | None = None
         self._error: ErrorInfo | None = None
@@ -64,16 +68,20 @@ class Persister:
         try:
             while not stop.done():
                 try:
-                    async with Board.follow(self.store, self.keys, *self.keys.concerns) as board:
+                    async with self._followed() as board:
                         while not stop.done():
                             await self._step(board, stopped)
-                            await board.changed(AGAIN_S if self._failed else None, stop)
+                            young = await self._keep_editions(board, EDITION_S)
+                            await board.changed(EDITION_S if young else AGAIN_S if self._failed else None, stop)
                 except (StoreUnavailable, WatchCompacted) as error:
                     log.warning("the store is away, and commits cannot be seen: %s", error)
                     await asyncio.wait({stop}, timeout=RETRY_STORE_S)
             return await self._finish()
         finally:
             stop.cancel()
+
+    def _followed(self) -> contextlib.AbstractAsyncContextManager[Board]:
+        return Board.follow(self.store, self.keys, *self.keys.concerns, (prefix_of(self.keys), ""))
 
     def abandon(self) -> None:
         """Give up the copy under way."""
@@ -83,10 +91,11 @@ class Persister:
         """Copy what is needed now, of which the board may not have heard yet; whether what is active is there."""
         tried: set[int] = set()
         try:
-            async with Board.follow(self.store, self.keys, *self.keys.concerns) as board:
+            async with self._followed() as board:
                 while missing := [r for r in _needed(board) if r.version not in tried and self.disk.find(r) is None]:
                     tried.add(missing[0].version)
                     await self._copy(board, missing[0])
+                await self._keep_editions(board, 0.0)
                 await self._tell(board)
                 active = _active(board)
                 return active is None or self.disk.find(active) is not None
@@ -154,6 +163,28 @@ class Persister:
         seconds = time.perf_counter() - started
         log.info("version %d is on disk: %d bytes in %.1f s", record.version, record.nbytes, seconds)
         return True
+
+    async def _keep_editions(self, board: Board, age_s: float) -> bool:
+        """Have those of that age on disk, and no others; whether younger ones are to come."""
+        known = {edition.manifest_digest: edition for edition in board.editions}
+        if known.keys() == self._editions:
+            return False
+        await asyncio.to_thread(self.disk.keep_editions, known.keys())
+        done, young = set(self.disk.editions()), False
+        own = await own_copies(self.store, self.keys, self.host) if known.keys() - done else {}
+        for digest, edition in known.items():
+            slot = local_slot(edition.as_part, self.host, own)
+            if digest in done or slot is None or self._give_up:
+                continue
+            if time.time() - edition.created_at < age_s:
+                young = True
+                continue
+            try:
+                await asyncio.to_thread(self.disk.write_edition, digest, slot)
+            except (WeightSyncError, OSError) as error:
+                log.error("%s cannot be copied to %s: %s", edition.full_name, self.disk.directory, error)
+        self._editions = None if young else set(known)
+        return young
 
     def _complain(self, board: Board, record: VersionRecord, error: Exception) -> None:
         self.failures += 1

@@ -255,6 +255,7 @@ def _shards(manifest: Manifest, shard_nbytes: int | None) -> list[list[str]]:
 
 
 VERSION_FILE = "version.json"
+EDITIONS, ADAPTER = "editions", "adapter"
 FORMAT = 1
 NEW, OLD = ".new-", ".old-"  # what the names of versions begin with that are being written, or removed
 LOCK = ".lock"
@@ -321,9 +322,39 @@ class Disk:
             return kept if kept.is_copy_of(record) else None
         return None
 
+    def editions(self) -> dict[str, Path]:
+        """The directories of adapters' editions, by manifest digest."""
+        return {path.name: path / ADAPTER for path in (self.directory / EDITIONS).glob("*") if path.name[0] != "."}
+
+    def write_edition(self, digest: str, slot: Path, go_on: Callable[[], None] = lambda: None) -> None:
+        """Copy an edition of an adapter. Raises as `write`."""
+        home = self.directory / EDITIONS
+        home.mkdir(mode=0o700, exist_ok=True)
+        made = home / f"{NEW}{digest}"
+        shutil.rmtree(made, ignore_errors=True)
+        try:
+            with slot_piece(slot, digest) as piece:
+                if self.max_bytes is not None and self.nbytes + piece.manifest.nbytes > self.max_bytes:
+                    raise PersistError(f"there is no room for {digest} within {self.max_bytes:,} bytes")
+                _write_whole(made / ADAPTER, LORA, piece, go_on)
+            sync_directory(made)
+            made.rename(home / digest)
+            sync_directory(home)
+        except OSError as error:
+            raise PersistError(f"an adapter cannot be written to {home} ({error})") from error
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def keep_editions(self, digests: Collection[str]) -> None:
+        """Remove the others, and halves of theirs."""
+        for path in (self.directory / EDITIONS).glob("*"):
+            if path.name not in digests:
+                shutil.rmtree(path, ignore_errors=True)
+
     def homes(self, digest: str) -> list[Path]:
         """The directories of all pieces with that manifest."""
-        return [
+        edition = self.editions().get(digest)
+        return ([edition] if edition is not None else []) + [
             piece_directory(kept.path, part.name)
             for kept in self.kept()
             for part in all_parts(kept.record)
@@ -333,7 +364,7 @@ class Disk:
     @property
     def nbytes(self) -> int:
         """The bytes that all copies take; a file that several versions share counts once."""
-        walks = (found for path in self._all() for found in os.walk(path))
+        walks = (found for path in (*self._all(), self.directory / EDITIONS) for found in os.walk(path))
         found = (os.lstat(Path(at, name)) for at, _, names in walks for name in names)
         return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in found}.values())
 
@@ -457,7 +488,7 @@ class Disk:
 
 def remove_copies(directory: Path) -> None:
     """Every version that was copied to `directory`, and what its writers need; nothing of anybody else's."""
-    for path in filter(_is_copy, directory.glob("*")):
+    for path in [*filter(_is_copy, directory.glob("*")), directory / EDITIONS]:
         shutil.rmtree(path, ignore_errors=True)
     _remove_halves(directory)
     (directory / LOCK).unlink(missing_ok=True)

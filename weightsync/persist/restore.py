@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from weightsync.control.board import readable_versions
+from weightsync.control.editions import key_of, prefix_of, readable
 from weightsync.control.hosts import local_path, slot_name, this_host
 from weightsync.control.parts import slots_of
 from weightsync.control.records import (
@@ -89,6 +90,19 @@ async def restore(
     raise PersistError("the records changed again and again while they were restored: is another server at work?")
 
 
+async def restore_editions(store: Store, *, model: str, directories: Sequence[Path], arena: Arena) -> tuple[str, ...]:
+    """Have the editions of adapters in shared memory again, each by itself; the full names of those that are nowhere.
+
+    Raises StoreError, PersistError.
+    """
+    disks = [Disk(directory) for directory in directories if directory.is_dir()]
+    attempt = await _Attempt.begin(store, Keys(model), disks, arena)
+    if attempt is None:
+        return ()
+    with contextlib.closing(attempt):
+        return await attempt.bring_editions()
+
+
 @dataclass
 class _Attempt:
     """The records as they were read, and slots that were filled and are held until the records name them."""
@@ -103,6 +117,7 @@ class _Attempt:
     versions: dict[int, VersionRecord]
     own: dict[str, CopyRecord]
     copied: set[str]
+    editions: dict[str, KeyValue]
     filled: dict[str, SlotLock] = field(default_factory=dict)  # by manifest digest
     whole: dict[str, bool] = field(default_factory=dict)  # what was read in memory, by manifest digest
     home: Path | None = None  # where the last one that was filled came from
@@ -129,6 +144,7 @@ class _Attempt:
             {record.version: record for record in versions},
             dict(await own_copies(store, keys, host)),
             await kept_digests(store, keys, versions) if host else set(),
+            {kv.key: kv for kv in (await store.list(prefix_of(keys)))[0]},
         )
 
     def close(self) -> None:
@@ -230,6 +246,7 @@ class _Attempt:
             if piece.manifest_digest not in damaged
         }
         named |= {slot for r in self.versions.values() if r.state == "publishing" for slot in slots_of(r)}
+        named |= {edition.slot for edition in readable({key: kv.value for key, kv in self.editions.items()})}
         local = {str(path) for slot in named - {""} if (path := local_path(slot, self.host)) is not None}
         return local | {str(lock.path) for lock in self.filled.values()}
 
@@ -258,6 +275,25 @@ class _Attempt:
                 log.warning("version %d, which shared the traffic, cannot be had back: %s", version, error)
                 return False
         return True
+
+    async def bring_editions(self) -> tuple[str, ...]:
+        """Have those of adapters back that are no longer in memory, each record in a write of its own; the full names
+        of those that are nowhere, whose records go."""
+        lost = []
+        for edition in readable({key: kv.value for key, kv in self.editions.items()}):
+            piece, key = edition.as_part, key_of(self.keys, edition.name, edition.number)
+            if self._has_slot(piece) or piece.manifest_digest in self.copied:
+                continue
+            try:
+                lock = self.filled[piece.manifest_digest] = await asyncio.to_thread(self._fill, piece)
+                there = replace(edition, slot=slot_name(lock.path, self.host)).to_json()
+                await self.store.compare_and_swap(key, self.editions[key].mod_revision, there)
+            except ArenaError as error:
+                log.error("there is no room for %s in shared memory: %s", edition.full_name, error)
+            except DAMAGED:
+                lost.append(edition.full_name)
+                await self.store.delete(key)
+        return tuple(lost)
 
     async def _offer(self, lost: int) -> int | None:
         """The newest other version that is whole, in memory or on disk."""

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from server.errors import CliError
@@ -17,7 +18,7 @@ from tests.server.refusals import refuses
 from tests.server.up import restarts
 from tests.server.up.restarts import KEYS, MODEL, Child, Up, committed, flip, frozen, run, save_checkpoint, swap_until
 from tests.weightsync.tensors import model
-from weightsync import Publisher, SyncStore
+from weightsync import Adapter, Publisher, SlotReader, SyncStore
 from weightsync.control.records import CounterRecord, InstanceRecord
 from weightsync.control.state import untried
 from weightsync.persist.disk import Disk
@@ -46,6 +47,28 @@ def test_a_stop_copies_to_disk_and_gives_the_memory_back(server: Up, shm: Path) 
     run(committed(started.store, 1))
     assert server.served() == (1, 1.0)
     assert server.trained(3.0) == 3
+
+
+@pytest.mark.parametrize("end", ["kill", "lose_power", "stop"])
+def test_editions_of_adapters_outlive_a_restart_unless_they_were_in_memory_alone(server: Up, end: str) -> None:
+    started = server.start()
+    adapter = Adapter({"a.lora_A.weight": np.ones((2, 4), np.float32)}, {"r": 2})
+    with Publisher(started.store, model=MODEL) as publisher:
+        numbers = [publisher.publish_edition("math", adapter) for _ in range(2)]
+    getattr(server, end)()
+    started = server.start()
+    said = [line for line in started.said if "adapters' editions" in line]
+    with Publisher(started.store, model=MODEL) as publisher:
+        left = publisher.editions("math")
+        if end == "lose_power":
+            names = ", ".join(f"math@{number}" for number in numbers)
+            assert (left, len(said)) == ([], 1)
+            assert f"publish again {names}" in said[0]
+        else:
+            assert ([edition.number for edition in left], said) == (numbers, [])
+            for edition in left:
+                SlotReader.open(edition.slot, manifest_digest=edition.manifest_digest).close()
+        assert publisher.publish_edition("math", adapter) > numbers[-1], "no number is given out twice"
 
 
 @pytest.mark.parametrize("end", ["kill", "lose_power"])

@@ -35,7 +35,7 @@ from weightsync.control.records import (
 )
 from weightsync.errors import VersionLost
 from weightsync.memory.arena import Arena
-from weightsync.persist import Restored, __main__, disk, restore
+from weightsync.persist import Restored, __main__, disk, restore, restore_editions
 from weightsync.persist.__main__ import Persister
 from weightsync.persist.disk import Disk, remove_copies
 from weightsync.publish.checkpoint import Checkpoint
@@ -110,6 +110,10 @@ class Host:
         arena = arena or await ensure_arena(self.store, host="")
         directories = [self.copies] if disk else []
         return await restore(self.store, model="demo", directories=directories, arena=arena, version=version)
+
+    async def restored_editions(self) -> tuple[str, ...]:
+        arena = await ensure_arena(self.store, host="")
+        return await restore_editions(self.store, model="demo", directories=[self.copies], arena=arena)
 
     def version(self, number: int) -> VersionRecord:
         return next(v for v in self.publisher.versions() if v.version == number)
@@ -445,3 +449,85 @@ def test_the_process_finishes_the_active_version_before_it_ends(host: Host, stor
         process.kill()
         process.communicate()
     assert [kept.version for kept in host.disk().kept()] == [1, 2]
+
+
+# editions of adapters ------------------------------------------------------------------------------------------------
+
+
+def edition(host: Host, name: str, value: float, **terms: int) -> int:
+    adapter = Adapter({"a.lora_A.weight": np.full((2, 4), value, np.float32)}, CONFIG)
+    return host.publisher.publish_edition(name, adapter, **terms)
+
+
+def held(host: Host) -> dict[str, float]:
+    """The value of each edition that the store knows, as it is in memory."""
+    found = {}
+    for record in host.publisher.editions():
+        with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as reader:
+            reader.verify_all()
+            found[record.full_name] = float(np.frombuffer(reader.buffer("a.lora_A.weight"), np.float32)[0])
+    return found
+
+
+async def test_editions_come_back_from_disk_after_a_power_loss(host: Host) -> None:
+    host.publish(1)
+    numbers = [edition(host, "math", 1.0), edition(host, "math", 2.0), edition(host, "org/prose", 3.0)]
+    assert await host.persist()
+    before = held(host)
+    host.power_loss()
+    assert await host.restored_editions() == ()
+    assert held(host) == before == dict(zip([f"math@{numbers[0]}", f"math@{numbers[1]}", f"org/prose@{numbers[2]}"],
+                                            [1.0, 2.0, 3.0], strict=True))  # fmt: skip
+    assert edition(host, "math", 4.0) > numbers[-1]
+    assert held(host).items() >= before.items(), "the slots of those that came back are in use"
+
+
+async def test_what_is_withdrawn_leaves_the_disk(host: Host) -> None:
+    host.publish(1)
+    for value in (1.0, 2.0, 3.0):
+        edition(host, "math", value, keep=2)
+        assert await host.persist()
+    assert host.disk().editions().keys() == {record.manifest_digest for record in host.publisher.editions()}
+    host.publisher.withdraw_edition("math")
+    assert await host.persist()
+    assert host.disk().editions() == {}
+    remove_copies(host.copies)
+    assert list(host.copies.iterdir()) == []
+
+
+async def test_an_edition_is_copied_once_it_has_stayed_a_while(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many are replaced before; at the end nothing is left out."""
+    host.publish(1)
+    async with host.persisting():
+        first = edition(host, "math", 1.0)
+        host.publish(2)
+        await host.told(lambda record: record.versions == (1, first + 1))
+        assert host.disk().editions() == {}
+        monkeypatch.setattr(__main__, "EDITION_S", 0.05)
+        second = edition(host, "math", 2.0)
+        await eventually(lambda: len(host.disk().editions()) == 2)
+    assert held(host).keys() == {f"math@{first}", f"math@{second}"}
+
+
+async def test_editions_that_are_nowhere_or_damaged_are_named_and_gone(host: Host) -> None:
+    host.publish(1)
+    names = [f"math@{edition(host, 'math', 1.0)}"]
+    assert await host.persist()
+    (home,) = host.disk().editions().values()
+    with (home / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    names.append(f"math@{edition(host, 'math', 2.0)}")
+    host.power_loss()
+    assert await host.restored_editions() == tuple(names)
+    assert held(host) == {}
+
+
+async def test_a_bound_on_the_disk_holds_with_editions(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    host.publish(1)
+    assert await host.persist()
+    room = host.disk().nbytes
+    edition(host, "math", 1.0)
+    assert await host.persist(max_bytes=room)
+    assert (host.disk().editions(), host.disk().nbytes) == ({}, room)
+    assert "cannot be copied" in caplog.text
