@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -33,7 +33,9 @@ from server.instance.middleware import answer_faults
 from server.instance.provenance import beamed, pooled, traced
 from server.instance.requests import bound_renderer, bound_scoring, bounded_scores, known_ids
 from server.instance.routed_experts import Recording
-from weightsync.control.parts import LORA, LORA_URL, combined
+from weightsync.control.editions import EditionRecord
+from weightsync.control.hosts import this_host
+from weightsync.control.parts import EDITION_URL, LORA, LORA_URL, combined
 from weightsync.control.records import DeviceRecord, VersionRecord
 from weightsync.errors import EngineError
 from weightsync.vllm_engine.device.pacing import Staging
@@ -41,6 +43,7 @@ from weightsync.vllm_engine.engine_core.prefixes import Changes
 
 T = TypeVar("T")
 WATCH_S = 0.1
+EDITION_POLL_S = 0.02
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # whether workers have staged: each look interrupts the engine core
 POLL_SHARE = 0.05  # of the time that the staging has taken so far
 STOP_TIMEOUT_S = 10.0  # a staging stops with its next piece; a worker that hangs must not keep the instance from ending
@@ -78,6 +81,12 @@ class Engine:
         scheduler = config.scheduler_config
         runs: int = scheduler.max_num_active_seqs or scheduler.max_num_seqs
         return runs * int(config.parallel_config.data_parallel_size)
+
+    @property
+    def holds_adapters(self) -> int:
+        """Adapters that vLLM keeps in the host's memory, those on the device among them; 0 without `--enable-lora`."""
+        lora = self.client.vllm_config.lora_config
+        return int(lora.max_cpu_loras or lora.max_loras) if lora is not None else 0
 
     @property
     def dead(self) -> bool:
@@ -172,13 +181,55 @@ class Engine:
             "step_loss": max((loss for loss in losses if loss is not None), default=None),
         }
 
+    async def load_edition(self, edition: EditionRecord, places: Mapping[str, str]) -> None:
+        """Have every worker build an edition beside the running steps, and vLLM's routes know it by its full name.
+        `places`: the path of its slot on each host. Raises EngineError, with the worker's own code and the tensor to
+        blame when a worker refuses it."""
+        name, lora_id = edition.full_name, self.adapters.new_id()
+        order = {
+            "name": name,
+            "version": edition.number,
+            "slot": places[this_host()],
+            "manifest_digest": edition.manifest_digest,
+            "lora_id": lora_id,
+            "places": dict(places) if len(places) > 1 else {},
+        }
+        begun = self._ranks.workers("hotswap_load_edition", order)
+        reports = await self._until_built(begun, lambda: self._ranks.workers("hotswap_edition", name), EDITION_POLL_S)
+        every = [report for workers in reports for report in workers]
+        error = next((report["error"] for report in every if report["error"]), None)
+        if error is None and edition.fingerprint and _sum_of(every) != edition.fingerprint:
+            message = f"the adapter {name} was built from other bytes than were published"
+            error = {"code": "fingerprint_mismatch", "message": message, "tensor": None}
+        if error is not None:
+            await self._answer(self._ranks.workers("hotswap_drop_edition", name))
+            raise EngineError(error["message"], code=error["code"], tensor=error["tensor"])
+        self.adapters.offer_edition(name, lora_id)
+
+    async def drop_edition(self, name: str) -> None:
+        """The inverse; no request runs through it any more."""
+        self.adapters.withdraw_edition(name)
+        await self._answer(self._ranks.workers("hotswap_drop_edition", name))
+
+    def answers_to(self, name: str) -> bool:
+        """Whether the name is that of an adapter which vLLM's routes know."""
+        return self.adapters.has(name)
+
     async def _until_staged(self, call: Awaitable[list[list[Any]]]) -> list[list[Any]]:
         """The reports of all workers once none of them stages any more."""
+        return await self._until_built(call, lambda: self._ranks.workers("hotswap_report"), FIRST_POLL_S)
+
+    async def _until_built(
+        self,
+        call: Awaitable[list[list[Any]]],
+        look: Callable[[], Awaitable[list[list[Any]]]],
+        first_s: float,
+    ) -> list[list[Any]]:
         began = time.monotonic()
         reports = await self._answer(call)
         while any(reports[i][j]["running"] for i, j in self._every(reports)):
-            await asyncio.sleep(min(max(FIRST_POLL_S, POLL_SHARE * (time.monotonic() - began)), LAST_POLL_S))
-            reports = await self._answer(self._ranks.workers("hotswap_report"))
+            await asyncio.sleep(min(max(first_s, POLL_SHARE * (time.monotonic() - began)), LAST_POLL_S))
+            reports = await self._answer(look())
         return reports
 
     @staticmethod
@@ -288,6 +339,12 @@ def _one_fingerprint(reports: list[list[dict[str, Any]]], shared: bool) -> str:
     return fingerprints[0]
 
 
+def _sum_of(reports: list[dict[str, Any]]) -> str:
+    from weightsync.format.fingerprint import combine  # numba: not before vLLM has started
+
+    return combine([report["sums"] for report in reports])
+
+
 def _one_build(reports: list[list[dict[str, Any]]]) -> str:
     """LAYOUT:DIGEST of what all workers made of the weights; "" where none made anything."""
     made = [report.get("built", "").partition(":") for workers in reports for report in workers]
@@ -343,6 +400,7 @@ class Adapters:
     def __init__(self) -> None:
         self._table: MutableMapping[str, Any] = {}
         self._ids: dict[str, int] = {}
+        self._free_ids = itertools.count(FIRST_ID)
         self._names: dict[int, set[str]] = {}
         self._served: Collection[str] = ()
 
@@ -387,5 +445,23 @@ class Adapters:
                 self._table[name] = LoRARequest(name, self._id(part), f"{LORA_URL}{part}")
         self._names = {v: names for v, names in self._names.items() if v >= version - 64}
 
+    def offer_edition(self, name: str, lora_id: int) -> None:
+        """The edition is loaded, and answers by its full name."""
+        from vllm.lora.request import LoRARequest
+
+        self._table[name] = LoRARequest(name, lora_id, f"{EDITION_URL}{name}")
+
+    def has(self, name: str) -> bool:
+        return name in self._table
+
+    def withdraw_edition(self, name: str) -> None:
+        self._table.pop(name, None)
+
+    def new_id(self) -> int:
+        """An id that vLLM has for no adapter yet."""
+        return next(self._free_ids)
+
     def _id(self, part: str) -> int:
-        return self._ids.setdefault(part, FIRST_ID + len(self._ids))
+        if part not in self._ids:
+            self._ids[part] = self.new_id()
+        return self._ids[part]

@@ -107,15 +107,20 @@ async def serve(config: InstanceConfig) -> bool:
     args = parse_vllm_args(config, port)
     check_nodes(args, headless=False)
     from server.instance.hosts import Tethers
+    from weightsync.signing import Trust
 
+    from .editions import Editions, WithEditions
     from .engine import start_engine
     from .sidecar import Sidecar
 
     tethers = Tethers()
     async with tethers.listening(args.nnodes, tls) as tether, start_engine(args, tethers, config.grammars) as engine:
-        app = Admission(await build_app(engine, args, config), dead=lambda: engine.dead, key=secrets.token_urlsafe(32))
+        editions = Editions(engine, config.model, Trust(config.trust), engine.holds_adapters)
+        answering = WithEditions(await build_app(engine, args, config), editions)
+        app = Admission(answering, dead=lambda: engine.dead, key=secrets.token_urlsafe(32))
         warm = partial(warm_up, app, config.model)
-        sidecar = Sidecar(config, engine, app, address=config.address(port), tether=tether, warm_up=warm)
+        about: dict[str, Any] = {"tether": tether, "warm_up": warm, "editions": editions}
+        sidecar = Sidecar(config, engine, app, config.address(port), **about)
         server = LeavingServer(_uvicorn_config(app, tls), sidecar.leave)
         sidecar.end = lambda: setattr(server, "should_exit", True)
         async with sidecar.running():

@@ -16,6 +16,7 @@ from pathlib import Path
 import orjson
 from prometheus_client import Counter, Gauge
 
+from server.instance.editions import Editions
 from server.instance.hosts import Saying, located
 from server.instance.middleware import Admission
 from server.orders import SleepOrder, ordered, stay_asleep
@@ -60,12 +61,13 @@ class Sidecar:
         address: str,
         tether: Mapping[str, object] | None = None,
         warm_up: Callable[[], Awaitable[None]] | None = None,
+        editions: Editions | None = None,
     ) -> None:
         """`tether`: what workers on other hosts connect to (tether.py), {} where there are none. `warm_up`: what the
         engine does beside its first staging, and ends before it serves."""
         self._config, self._engine, self._admission = config, engine, admission
         self._tether = dict(tether or {})
-        self._warm_up = warm_up
+        self._warm_up, self._editions = warm_up, editions
         self._warm: asyncio.Task[None] | None = None
         self._trust = Trust(config.trust)
         self._keys, self._host = Keys(config.model), this_host()
@@ -106,6 +108,8 @@ class Sidecar:
         if self._warm_up is not None:
             self._warm = asyncio.create_task(self._vital(self._warm_up))
         tasks = [asyncio.create_task(self._vital(work)) for work in vital]
+        if self._editions is not None:
+            tasks.append(asyncio.create_task(self._vital(partial(self._editions.follow, store))))
         if self._host:
             tasks.append(asyncio.create_task(self._vital(partial(self._saying.run, store))))
         try:

@@ -32,6 +32,7 @@ from weightsync.vllm_engine.engine_core.seeds import rewind_by_state
 from weightsync.vllm_engine.staging.build import Reads
 from weightsync.vllm_engine.staging.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.staging.bundle_stager import BundleReport, BundleStager, prediction_head
+from weightsync.vllm_engine.staging.editions import Editions
 from weightsync.vllm_engine.staging.lora import mend_kernels
 from weightsync.vllm_engine.staging.stager import Garbage, Rules, Stager, staging_device
 from weightsync.vllm_engine.tether import Tether, hold
@@ -126,6 +127,11 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """This worker's reads of versions with this schema. Raises TensorError, EngineError."""
         self._stager.wait()
         return self._base.reads(schema_of((n, d, s) for n, d, s in schema))
+
+    @property
+    def editions(self) -> Editions:
+        """Of adapters."""
+        return self._stager.editions
 
     # vLLM's four-phase protocol -------------------------------------------------------------------------------
 
@@ -267,6 +273,17 @@ class WorkerMethods:
     def hotswap_stage(self, info: dict[str, Any]) -> dict[str, Any]:
         engine = self.weight_transfer_engine
         return engine.stage(engine.parse_update_info(info)).to_dict()
+
+    def hotswap_load_edition(self, order: dict[str, Any]) -> dict[str, Any]:
+        editions = self.weight_transfer_engine.editions
+        editions.load(PartOrder(**order))
+        return editions.report(order["name"]).to_dict()
+
+    def hotswap_edition(self, name: str) -> dict[str, Any]:
+        return self.weight_transfer_engine.editions.report(name).to_dict()
+
+    def hotswap_drop_edition(self, name: str) -> None:
+        self.weight_transfer_engine.editions.drop(name)
 
     def hotswap_report(self) -> dict[str, Any]:
         return self.weight_transfer_engine.report().to_dict()

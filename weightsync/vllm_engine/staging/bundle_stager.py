@@ -20,6 +20,7 @@ from weightsync.errors import EngineError, part_not_served
 from weightsync.format.manifest import Schema
 from weightsync.vllm_engine.model.placement import Served
 from weightsync.vllm_engine.staging.bundle import Bundle, PartOrder, Piece, on_this_host
+from weightsync.vllm_engine.staging.editions import Editions
 from weightsync.vllm_engine.staging.lora import LoraHost
 from weightsync.vllm_engine.staging.stager import (
     DEFAULT,
@@ -126,6 +127,7 @@ class BundleStager:
         self.report = BundleReport(version=0)
         self.bundle: Bundle | None = None
         self._find_parts()
+        self.editions = Editions(self._host)
 
     def _find_parts(self) -> None:
         """Find the parts that this worker has besides the base. A version with others is refused with the reason."""

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import torch
 
-from weightsync.control.parts import ADAPTER_CONFIG, LORA, LORA_URL
+from weightsync.control.parts import ADAPTER_CONFIG, EDITION_URL, LORA, LORA_URL
 from weightsync.errors import (
     EngineError,
     not_finite,
@@ -66,6 +66,7 @@ class LoraHost:
         self._worker_manager = worker_manager
         self._manager = worker_manager._adapter_manager
         self._committed: dict[str, Any] = {}
+        self._editions: dict[str, Any] = {}  # by full name
         self._load_from_disk = worker_manager._load_adapter
         worker_manager._load_adapter = self._load
 
@@ -127,11 +128,24 @@ class LoraHost:
         self._committed.pop(name, None)
         self._manager.remove_adapter(lora_id)
 
+    def keep_edition(self, name: str, model: Any) -> None:
+        """vLLM gets this model when a request goes through the edition."""
+        self._editions[name] = model
+
+    def drop_edition(self, name: str) -> None:
+        """vLLM has it no longer, either."""
+        if (model := self._editions.pop(name, None)) is not None:
+            self._manager.remove_adapter(model.id)
+
     def _load(self, request: Any) -> Any:
         """Replaces vLLM's method: an adapter published to this server never comes from disk."""
-        if not request.lora_path.startswith(LORA_URL):
+        path: str = request.lora_path
+        if path.startswith(EDITION_URL):
+            model = self._editions.get(path.removeprefix(EDITION_URL))
+        elif path.startswith(LORA_URL):
+            model = self._committed.get(path.removeprefix(LORA_URL))
+        else:
             return self._load_from_disk(request)
-        model = self._committed.get(request.lora_path.removeprefix(LORA_URL))
         if model is None:
             raise refused(f"adapter {request.lora_name!r} has not been published to this server yet")
         return model

@@ -10,11 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
 from loadtest.models.checkpoints import make_adapter, make_checkpoint
 from tests.live import VLLM_ARGS, LiveServer, events
 from tests.server.live.swaps.test_crossings import samples_keep_their_terms
 from tests.waiting import wait_until
+from weightsync import Adapter, Publisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900, func_only=True)]  # a start has a limit of its own
 LONG = 500  # tokens: long enough for a swap to come in the middle
@@ -361,3 +363,87 @@ def test_an_instance_that_was_killed_comes_back_with_its_adapters(lora: LiveServ
     wait_until(back, 150)
     assert lora.instance()["active_version"] == version
     assert (answers(lora), answers(lora, "x")) == expected
+
+
+# editions of an adapter ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuner(lora: LiveServer) -> Iterator[Publisher]:
+    with Publisher(lora.processes.store, model="lora", lineage="tuner") as publisher:
+        yield publisher
+        publisher.withdraw_edition("tuned")
+
+
+def saved(path: Path) -> Adapter:
+    config = json.loads((path / "adapter_config.json").read_text())
+    return Adapter(load_file(path / "adapter_model.safetensors"), config)
+
+
+def edition(live: LiveServer, publisher: Publisher, path: Path, **more: Any) -> int:
+    """Published, and known to the gateway."""
+    number = publisher.publish_edition("tuned", saved(path), **more)
+    wait_until(lambda: number in editions(live), 60)
+    return number
+
+
+def editions(live: LiveServer) -> list[int]:
+    listed = live.client.get("/v1/models").json()["data"]
+    return next((card["hotswap"]["editions"] for card in listed if card["id"] == "tuned"), [])
+
+
+def test_editions_of_an_adapter_are_served_side_by_side_without_a_swap(
+    lora: LiveServer, adapters: dict[str, Path], checkpoints: dict[str, Path], tuner: Publisher
+) -> None:
+    wanted = {}
+    for name in ("one", "two"):
+        pushed(lora, adapters[name], "lora/reference")
+        wanted[name] = answers(lora, "reference")
+    active, base = lora.active(), answers(lora)
+    first = edition(lora, tuner, adapters["one"], keep=2)
+    second = edition(lora, tuner, adapters["two"], keep=2)
+    assert answers(lora, f"tuned@{first}") == wanted["one"]
+    assert answers(lora, "tuned") == answers(lora, f"tuned@{second}") == wanted["two"]
+    assert answers(lora, f"tuned@{first}") == wanted["one"]
+    said = lora.client.post("/v1/completions", json={"model": "tuned", "prompt": PROMPTS[0], "max_tokens": 2}).json()
+    assert (said["model"], said["weight_version"]) == (f"tuned@{second}", active)
+    assert (lora.active(), answers(lora)) == (active, base)
+    third = tuner.publish_edition("tuned", saved(adapters["one"]), keep=2)
+    assert answers(lora, f"tuned@{third}") == wanted["one"], "by its number at once, whatever the gateway knows"
+    wait_until(lambda: editions(lora) == [third, second], 60)
+    gone = lora.client.post("/v1/completions", json={"model": f"tuned@{first}", "prompt": PROMPTS[0]})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    pushed(lora, checkpoints["b"], lora_reference=adapters["one"])
+    assert answers(lora, "tuned") == answers(lora, "reference") != wanted["one"], "on the base that runs now"
+    lora.rollback()
+    assert answers(lora, "tuned") == wanted["one"]
+
+
+async def test_a_stream_through_an_edition_is_through_it_to_its_end(
+    lora: LiveServer, adapters: dict[str, Path], tuner: Publisher
+) -> None:
+    await asyncio.to_thread(edition, lora, tuner, adapters["one"])
+    alone = [token for token, _ in await stream(lora, THROUGH, "tuned")]
+    begun = asyncio.Event()
+    task = asyncio.create_task(stream(lora, THROUGH, "tuned", begun))
+    await begun.wait()
+    await asyncio.to_thread(edition, lora, tuner, adapters["two"], keep=1)
+    await asyncio.to_thread(pushed, lora, adapters["two"], "lora/reference")
+    assert [token for token, _ in await task] == alone
+    assert [token for token, _ in await stream(lora, THROUGH, "tuned")] != alone
+
+
+def test_a_bad_edition_is_refused_and_the_others_are_served(
+    lora: LiveServer, adapters: dict[str, Path], tuner: Publisher
+) -> None:
+    good = edition(lora, tuner, adapters["one"])
+    before = answers(lora, "tuned")
+    bad = edition(lora, tuner, adapters["bad"])
+    for _ in range(5):  # no circuit opens
+        refused = lora.client.post("/v1/completions", json={"model": "tuned", "prompt": PROMPTS[0]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "shape_mismatch"), refused.text
+        assert f"tuned@{bad} cannot be served" in refused.json()["error"]["message"]
+    assert answers(lora, f"tuned@{good}") == before
+    assert tuner.withdraw_edition("tuned", bad) == [bad]
+    wait_until(lambda: editions(lora) == [good], 60)
+    assert answers(lora, "tuned") == before
