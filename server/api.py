@@ -68,7 +68,7 @@ SGLANG: Final = frozenset({
     "/update_weights_from_ipc", "/update_weights_from_tensor", "/unload_lora_adapter",
 })  # fmt: skip
 ROUTES: Final[tuple[Forwarded, ...]] = (
-    Forwarded("GET", "/v1/models", "the served model", answer="serve.engine.protocol:ModelList"),
+    Forwarded("GET", "/v1/models", "the served model and its adapters", answer="serve.engine.protocol:ModelList"),
     Forwarded(
         "POST", "/v1/chat/completions", "vLLM's chat completions",
         works="generate", continued=True, bounds=("max_completion_tokens", "max_tokens"), prompt=(b'"messages"',),

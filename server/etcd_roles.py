@@ -19,6 +19,7 @@ from typing import Any
 
 from aetcd import rpc
 
+from weightsync.control.editions import prefix_of
 from weightsync.control.records import ARENA_KEY, Keys
 from weightsync.store.etcd_members import Members
 from weightsync.store.etcd_url import EtcdUrl
@@ -47,7 +48,7 @@ def roles(models: Iterable[str]) -> tuple[Role, ...]:
     writes: dict[str, set[str]] = {name: set() for name in NAMES}
     for keys in map(Keys, models):
         publishing = {keys.versions, keys.counter, keys.schema, keys.target, ARENA_KEY, ARENAS, LEDGER}
-        publishing |= {keys.forms, f"{keys.root}schemas/", f"{keys.root}publishers/"}
+        publishing |= {keys.forms, f"{keys.root}schemas/", f"{keys.root}publishers/", prefix_of(keys)}
         leading = {keys.active, keys.swap, keys.leader, keys.history, keys.pauses}
         ordering = {f"{keys.root}drains/", f"{keys.root}sleeps/", keys.training, keys.disks, GATEWAYS}
         writes["gateway"] |= publishing | leading | ordering

@@ -27,6 +27,7 @@ OURS = {
 }
 GROUPS = {
     "weights": ("server.cli.weights", "Publish, activate, roll back, verify and compare weight versions."),
+    "editions": ("server.cli.editions", "Adapters by the edition, without swaps: publish, list, share out, withdraw."),
     "release": ("server.cli.releases", "Let a version take over step by step, judged by its answers."),
     "keys": ("server.cli.keys", "Make, limit, rotate and revoke keys of a running gateway."),
     "ledger": ("server.cli.ledger", "What was done to weights and keys, by whom and why: list, export, verify."),

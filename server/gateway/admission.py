@@ -23,12 +23,13 @@ from server.gateway.config import Failover, GatewayConfig, Kv
 from server.gateway.cors import Origins
 from server.gateway.fleet import affinity
 from server.gateway.fleet.routing import Need
-from server.gateway.models.directory import Directory
+from server.gateway.models.directory import Directory, unknown
 from server.gateway.models.served import Served
 from server.gateway.routes import CLASSIFY, COMPLETIONS, GENERATE, Target, find
 from server.gateway.wire.bodies import NONE, Fields, check_object, named, with_model
 from server.gateway.wire.head import Headers, RequestHead, head_too_large, read_head
 from server.gateway.wire.sglang import Wanted, is_sglang, translate, translate_classify
+from weightsync.control.editions import MARK
 
 STREAMED: Final = b"/admin/weights/upload"
 MODELS: Final = b"/v1/models"
@@ -178,7 +179,8 @@ class Admission:
         targets = find(url)
         if head.preflight:
             return ()
-        if targets and targets[0].upstream == MODELS and (self._directory.several or self._keys.names_models):
+        named_here = self._directory.several or self._keys.names_models or bool(self._directory.main.fleet.editions)
+        if targets and targets[0].upstream == MODELS and named_here:
             return ()
         return targets if targets and (admin_port or not targets[0].route.admin) else ()
 
@@ -246,6 +248,8 @@ class Admission:
                 request.failover = asked.failover_or(mode)
         if (kv or self._config.kv.mode) != "version":
             head.forward += self._kv_line(head, request.fields, principal, kv)
+        if served[0].fleet.editions or MARK in (name or named(request.fields) or ""):
+            self._use_edition(request, name or named(request.fields))
         if directory.several:
             if served[0].upstream is not None or len(served) > 1:
                 request.skip(0)
@@ -254,6 +258,17 @@ class Admission:
         if request.priority:
             head.forward += b"x-hotswap-priority: %d\r\n" % request.priority
         return request
+
+    def _use_edition(self, request: Request, name: str | None) -> None:
+        """The adapter that it names has editions: it is for one of them from here on. Raises HttpError (404)."""
+        editions, directory = request.served[0].fleet.editions, self._directory
+        if name is None or name in directory.aliases or name in directory.models or not editions.concern(name):
+            return
+        found = editions.find(name, request.head.session)
+        if found is None:
+            raise unknown(name)
+        request.body = with_model(request.body, found)
+        request.head.forward += b"x-hotswap-edition: %b\r\n" % found.encode()
 
     def _kv_line(self, head: RequestHead, fields: Fields, principal: Principal, asked: Kv | None) -> bytes:
         """Whose KV cache the prompt may reuse, for the instance. `asked`: by the request itself. Raises HttpError

@@ -21,6 +21,7 @@ from server.gateway.admin import (
     adapters_sglang,
     adapters_vllm,
     approvals,
+    editions,
     feedback,
     fleet,
     keys,
@@ -66,7 +67,7 @@ def _routes() -> APIRouter:
     """The same for every app: FastAPI takes a twentieth of a second to read their signatures."""
     router = APIRouter()
     _add_probes(router)
-    own = (feedback, listing, weights, fleet, trainers, keys, approvals, releases)
+    own = (feedback, listing, weights, editions, fleet, trainers, keys, approvals, releases)
     for part in (*own, adapters_vllm, adapters_sglang, console):
         router.include_router(part.router)
     missing = undeclared(pair for pair in routes_of(router) if not is_public(pair[1]))

@@ -34,6 +34,8 @@ async def models(request: Request, gateway: GatewayDep) -> dict[str, Any]:
     told = await asyncio.gather(*(_of(served) for served in directory.models.values()))
     listed = {entry["id"]: entry for entries in told for entry in reversed(entries)}
     ordered = [entry for entries in told for entry in entries if listed[entry["id"]] is entry]
+    ordered = [entry for entry in ordered if not directory.is_edition(entry["id"])]  # loaded at that instance
+    ordered += [_entry(name, "hotswap", editions=numbers) for name, numbers in _editions(directory.models.values())]
     ordered += [_alias(name, targets, listed, principal) for name, targets in directory.aliases.items()]
     return {"object": "list", "data": [entry for entry in ordered if _may_see(principal, entry["id"])]}
 
@@ -85,6 +87,14 @@ async def _of(served: Served) -> list[dict[str, Any]]:
         except (HttpError, TimeoutError, ValueError, KeyError):
             continue
     return [_entry(served.name, "hotswap")]
+
+
+def _editions(models: Iterable[Served]) -> list[tuple[str, list[int]]]:
+    """Adapters with editions, and the numbers of these, the newest first."""
+    found: dict[str, list[int]] = {}
+    for record in (record for served in models for record in served.fleet.editions.records):
+        found.setdefault(record.name, []).append(record.number)
+    return list(found.items())
 
 
 def _entry(name: str, owner: str, **more: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from server.errors import BadUpstream, HttpError
 from server.gateway.config import UpstreamSettings
 from server.gateway.fleet import routing
 from server.gateway.fleet.affinity import Hint, Recent, no_hint
+from server.gateway.fleet.editions import Editions
 from server.gateway.fleet.instance import FAULTS, Instance
 from server.gateway.fleet.retries import Patience, RetryBudget, WaitingRoom
 from server.gateway.fleet.routing import Need
@@ -26,6 +27,7 @@ from server.gateway.fleet.splits import Splits
 from server.gateway.observe.stats import Stats
 from server.gateway.wire.journal import ReplayMemory
 from server.orders import DrainRecord, drains
+from weightsync.control.editions import prefix_of
 from weightsync.control.parts import LORA
 from weightsync.control.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.errors import RecordError, StoreError, TlsUnavailable
@@ -55,6 +57,7 @@ class Fleet:
         self.disks: dict[str, DiskRecord] = {}  # what hosts have on disk, by host
         self.adapters: frozenset[str] = frozenset()  # names that instances answer to beside the model's
         self._adapters: dict[str, frozenset[str]] = {}  # by key of a version
+        self.editions = Editions()  # of adapters
         self.serving: list[Instance] = []  # those that may be asked; made anew with every change of the view
         self.watched: list[Instance] = []  # the same, and those an operator has drained
         self.unwell: list[Instance] = []  # of those that serve, who are ejected or do not answer probes
@@ -72,6 +75,7 @@ class Fleet:
         self._store = store
         self._keys = Keys(model)
         self._drains = drains(self._keys)
+        self._editions = prefix_of(self._keys)
         self.settings = settings
         self._tls = tls
         self._stats = stats
@@ -242,6 +246,7 @@ class Fleet:
             self._remove(gone)
         self.drains = {i: record for i, record in self.drains.items() if self._drains + i in present}
         self._adapters = {key: names for key, names in self._adapters.items() if key in present}
+        self.editions.keep(present)
         if self._keys.active not in present:
             self.active = None
         for kv in items:
@@ -269,6 +274,8 @@ class Fleet:
                 self.active = None
             elif event.kv.key in self._adapters:
                 del self._adapters[event.kv.key]
+            else:
+                self.editions.drop(event.kv.key)
             self._changes()
 
     def _changes(self) -> None:
@@ -314,6 +321,8 @@ class Fleet:
                 self._adapters[kv.key] = frozenset(
                     [p.name.removeprefix(LORA) for p in parts if p.name.startswith(LORA)]
                 )
+            elif kv.key.startswith(self._editions):
+                self.editions.put(kv.key, kv.value)
             elif kv.key == self._keys.active:
                 self.active = ActiveRecord.from_json(kv.value)
             elif kv.key == self._keys.swap:

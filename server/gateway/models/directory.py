@@ -11,6 +11,7 @@ from typing import Final
 
 from server.errors import HttpError
 from server.gateway.models.served import Served
+from weightsync.control.editions import MARK, split_name
 from weightsync.control.parts import LORA
 from weightsync.control.records import VersionRecord
 
@@ -42,7 +43,7 @@ class Directory:
         the names that its key may ask for, None if any. Raises HttpError (404)."""
         if not name:
             name = self.default.name
-        if allowed is not None and name not in allowed:
+        if allowed is not None and name not in allowed and split_name(name)[0] not in allowed:
             raise unknown(name)
         found = self.models.get(name)
         if found is not None:
@@ -53,9 +54,13 @@ class Directory:
         if not self.several:
             return self.only  # an adapter, perhaps
         for served in self.models.values():
-            if name in served.fleet.adapters:
+            if name in served.fleet.adapters or served.fleet.editions.knows(name):
                 return (served,)
         raise unknown(name)
+
+    def is_edition(self, name: str) -> bool:
+        """Whether it is the full name of an adapter's edition."""
+        return MARK in name and any(served.fleet.editions.knows(name) for served in self.models.values())
 
     def refuses(self, version: VersionRecord) -> str:
         """Why the version may not be swapped in: an adapter that it brings is called as a model or an alias is. "" if

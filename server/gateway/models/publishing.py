@@ -39,7 +39,7 @@ from server.errors import ConfigError, HttpError
 from server.gateway.access.records import By
 from server.gateway.config import GatewayConfig
 from server.gateway.error_map import from_fields
-from weightsync.control.parts import check_name
+from weightsync.control.parts import LORA, check_name
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -82,6 +82,19 @@ class Publication(BaseModel):
     ] = ""
 
 
+class Edition(BaseModel):
+    """An adapter's directory on the gateway's host, as PEFT saves one, to become an edition of `name`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    percent: Annotated[float, Field(gt=0, le=100, description="of the requests for the name alone")] = 100.0
+    keep: Annotated[int, Field(ge=1, le=10_000, description="its newest editions that stay")] = 3
+    max_age_s: Annotated[float | None, Field(gt=0, description="after which older ones go")] = None
+    step: Annotated[int | None, Field(ge=0, lt=2**63, description="training step to note down")] = None
+    sign_key: Annotated[str, Field(max_length=4096, description="name of a `--sign-key` of the gateway")] = ""
+
+
 class Pusher:
     """Runs publications one after the other: two at once would fence each other off."""
 
@@ -114,10 +127,7 @@ class Pusher:
             _check_path(where)
         for name in what.without:
             check_name(name)
-        try:
-            key_file = self._config.named.find("--sign-key", what.sign_key) if what.sign_key else ""
-        except ConfigError as error:
-            raise HttpError(400, str(error), code="unknown_sign_key", param="sign_key") from error
+        signed = self._signed(what.sign_key)
         if by is not None and not by.admin and not collected:
             named = await asyncio.to_thread(self._permitted, named)
 
@@ -125,13 +135,37 @@ class Pusher:
             return await then(Published.of(answer))
 
         noted = [*_named(by), f"--part={what.part}", *([] if step is None else [f"--step={step}"])]
-        noted += [f"--sign-key={key_file}"] if key_file else []
+        noted += signed
         noted += [f"--upload-id={what.upload_id}"] if what.upload_id else []
         main = [where for _, where in named[:1]] if what.path else []
         noted += [f"--with={name}={where}" for name, where in named[len(main) :]]
         noted += [f"--without={name}" for name in what.without]
         noted += [*(["--cast"] if what.cast else []), *([f"--strip={what.strip}"] if what.strip else [])]
         return await self.keep(self._push((*noted, *main), version_only))
+
+    async def push_edition(self, what: Edition, by: By) -> dict[str, Any]:
+        """Publishes an adapter's directory as an edition; the record of it. Paths as in `push`. Raises HttpError,
+        PublishError."""
+        check_name(LORA + what.name)
+        _check_path(what.path)
+        named, signed = [(what.name, str(Path(what.path)))], self._signed(what.sign_key)
+        if not by.admin:
+            named = await asyncio.to_thread(self._permitted, named)
+        noted = [*_named(by), *signed, f"--edition={what.name}", f"--percent={what.percent}", f"--keep={what.keep}"]
+        noted += [f"--max-age={what.max_age_s}"] if what.max_age_s is not None else []
+        noted += [f"--step={what.step}"] if what.step is not None else []
+
+        async def record(answer: dict[str, Any]) -> dict[str, Any]:
+            return dict(answer["edition"])
+
+        return await self.keep(self._push((*noted, named[0][1]), record))
+
+    def _signed(self, name: str) -> list[str]:
+        """Raises HttpError (400)."""
+        try:
+            return [f"--sign-key={self._config.named.find('--sign-key', name)}"] if name else []
+        except ConfigError as error:
+            raise HttpError(400, str(error), code="unknown_sign_key", param="sign_key") from error
 
     def _permitted(self, named: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """The paths without symbolic links, so that what is read is what was looked at. Raises HttpError (403)."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from server.errors import HttpError
@@ -17,13 +18,14 @@ from server.gateway.access.records import By
 from server.gateway.config import GatewayConfig, NamedSettings
 from server.gateway.error_map import to_http
 from server.gateway.models import publishing
-from server.gateway.models.publishing import Publication, Published, Pusher
+from server.gateway.models.publishing import Edition, Publication, Published, Pusher
 from tests.server.refusals import refuses
 from tests.waiting import eventually
 from tests.weightsync.tensors import model, save_safetensors
 from tests.weightsync.test_signing import pair
 from weightsync import SyncStore
 from weightsync.control.chain import recent
+from weightsync.control.editions import key_of, prefix_of
 from weightsync.control.records import ActiveRecord, Keys, VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.signing import Trust
@@ -250,3 +252,30 @@ async def test_a_publication_that_works_is_not_taken_for_one_that_hangs(
     finally:
         busy.kill()
         await busy.wait()
+
+
+async def test_an_edition_of_an_adapter_is_published_by_its_terms(
+    pusher: Pusher, checkpoint: Path, tmp_path: Path
+) -> None:
+    await pusher.push(one(checkpoint), version)
+    (place := tmp_path / "adapter").mkdir()
+    save_safetensors(place / "adapter_model.safetensors", {"a.lora_A.weight": np.ones((2, 4), np.float32)})
+    (place / "adapter_config.json").write_text('{"r": 2}')
+    by = By("key ops (1)", "a good one", admin=True)
+    made = [
+        await pusher.push_edition(Edition(name="math", path=str(place), percent=25.0, keep=2, step=number), by)
+        for number in (1, 2, 3)
+    ]
+    assert [(each["name"], each["percent"], each["step"]) for each in made] == [("math", 25.0, n) for n in (1, 2, 3)]
+    store = open_store(pusher._config.store)
+    found = (await store.list(prefix_of(Keys("demo"))))[0]
+    assert [kv.key for kv in found] == [key_of(Keys("demo"), "math", each["number"]) for each in made[1:]]
+    entry = max(await recent(store, 10), key=lambda entry: entry.number)
+    assert (entry.action, entry.who, entry.subject) == ("publish", by.who, f"lora/math@{made[-1]['number']}")
+    await store.close()
+    with refuses(403, match="--checkpoints"):
+        await pusher.push_edition(Edition(name="math", path=str(place)), By("key tuner (2)"))
+    with refuses(400, match="absolute"):
+        await pusher.push_edition(Edition(name="math", path="adapter"), by)
+    with refuses(422, match="leave out the @"):
+        await pusher.push_edition(Edition(name="math@7", path=str(place)), by)
