@@ -1,10 +1,11 @@
 """Answers and log-probs from the running server, by the adapters that clients have saved.
 
-A saved adapter (a snapshot) is published as one of a few parts of a version, by names that are this server's own. When
-one is asked for that no part has, it takes the part that was used longest ago. Requests name the least version that may
-answer them, so that none is answered by the snapshot before.
+A saved adapter (a snapshot) is published as an edition of one of a few names that are this server's own, without a
+swap. When one is asked for that no name has, it takes the name that was used longest ago. Requests pin the edition, so
+that none is answered by the snapshot before.
 
-Where clients train all weights, the base model is the only part, and the checkpoint it began with is a snapshot, too.
+Where clients train all weights, a snapshot is a version of the base model, and so is the checkpoint it began with.
+There requests name the least version that may answer them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from trainer.megatron.hf_files import ADAPTER_FILE, HfTensors
 from trainer.megatron.model import DTYPES
 from trainer.publish import typed
 from trainer.rollouts.generate import Answer, GenerateClient, Request
-from weightsync.control.parts import BASE, LORA
+from weightsync.control.editions import MARK
 
 PREFIX = "tml-"  # without which the SDK takes no key
 KNOWN_S = 30.0  # that a key is not asked about again
@@ -121,13 +122,21 @@ class Gateway:
 
 @dataclass
 class _Part:
-    """The weights under one of the server's names (None: the base model's). `users` are requests that are under way."""
+    """The weights under one of the server's names (None: the base model's). `version`: of the base, or the number of
+    the edition. `users` are requests that are under way."""
 
     name: str | None
     snapshot: Path | None = None
     version: int = 0
     users: int = 0
     used: int = 0
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The fields of a request by which these weights answer it."""
+        if self.name is not None:
+            return {"model": f"{self.name}{MARK}{self.version}"}
+        return {"hotswap": {"min_version": self.version, "wait_s": WAIT_S}}
 
 
 class Snapshots:
@@ -196,15 +205,18 @@ class Snapshots:
         return min((part for part in self._parts if not part.users), key=lambda part: part.used, default=None)
 
     def _publish(self, snapshot: Path, name: str | None) -> int:
-        timeout_s = self._config.publish.timeout_s
         try:
-            content, part = (self._checkpoint(snapshot), BASE) if name is None else (_adapter(snapshot), LORA + name)
+            content = self._checkpoint(snapshot) if name is None else _adapter(snapshot)
         except (FileNotFoundError, ModelError):
             raise ApiError(
                 410, f"the snapshot {snapshot.name} is no longer kept: save a newer one, or save it under a name"
             ) from None
-        version: int = typed(self._opened().publish, content, part=part, timeout_s=timeout_s)
-        return version
+        number: int
+        if name is None:
+            number = typed(self._opened().publish, content, timeout_s=self._config.publish.timeout_s)
+        else:
+            number = typed(self._opened().publish_edition, name, content, keep=1)
+        return number
 
     def _checkpoint(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
         dtype = self._config.publish.dtype
@@ -239,13 +251,12 @@ class Sampler:
         """By a snapshot, or by the base model. Raises ApiError (400, 410), RolloutError, PublishError."""
         prompt = check(request, client.context)
         if snapshot is None:
-            return await self._sampled(client, request, prompt, None, {})
+            return await self._sampled(client, request, prompt, {})
         async with self._snapshots.held(snapshot) as part:
-            wish = {"hotswap": {"min_version": part.version, "wait_s": WAIT_S}}
-            return await self._sampled(client, request, prompt, part.name, wish)
+            return await self._sampled(client, request, prompt, part.terms)
 
     async def _sampled(
-        self, client: Client, request: SampleRequest, prompt: tuple[int, ...], model: str | None, wish: dict[str, Any]
+        self, client: Client, request: SampleRequest, prompt: tuple[int, ...], terms: dict[str, Any]
     ) -> bytes:
         params = request.sampling_params
         greedy = params.temperature == 0  # then vLLM gives one answer, and all are the same
@@ -255,8 +266,7 @@ class Sampler:
             params.max_tokens or client.context - len(prompt),
             params.temperature,
             seed=None if params.seed is None else params.seed % (2**63 - 1),
-            model=model,
-            more={"top_p": params.top_p, "top_k": params.top_k} | _stop(params.stop) | wish,
+            more={"top_p": params.top_p, "top_k": params.top_k} | _stop(params.stop) | terms,
             key=client.key,
         )
         answers = await self._gateway.generate(asked)
@@ -264,9 +274,8 @@ class Sampler:
         found *= request.num_samples // len(found)
         if not (request.prompt_logprobs or request.topk_prompt_logprobs):
             return samples(found)
-        named = {} if model is None else {"model": model}
         k = request.topk_prompt_logprobs
-        body = {"prompt": list(prompt), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k} | named | wish
+        body = {"prompt": list(prompt), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k} | terms
         rows = await self._gateway.prompt_logprobs(client, body)
         return samples(found, _own(prompt, rows, request.prompt_logprobs_last_n), _top(rows, k) if k else None)
 

@@ -142,12 +142,13 @@ def test_a_state_that_is_not_whole_is_refused(client: tinker.TrainingClient, api
         assert loss_of(client) == expected
 
 
-def test_a_saved_adapter_is_a_part_of_a_version_and_is_asked_by_its_name(
+def test_a_saved_adapter_is_an_edition_that_requests_pin(
     both: tuple[ApiServer, Fleet], service: tinker.ServiceClient, client: tinker.TrainingClient
 ) -> None:
-    """Three snapshots have two names by turns, and no answer may come from the one that had the name before."""
+    """Three snapshots have two names by turns, no answer may come from the one that had the name before, and nothing
+    is swapped."""
     _, running = both
-    samplers = []
+    before, samplers = len(running.versions), []
     for _ in range(2):
         learn(client, sums(), 1)
         samplers.append(client.save_weights_and_get_sampling_client().result())
@@ -161,12 +162,13 @@ def test_a_saved_adapter_is_a_part_of_a_version_and_is_asked_by_its_name(
         assert all(len(s.tokens) == len(s.logprobs or []) > 0 for s in answer.sequences)
         asked.append(running.server.requests[-1])
     with Publisher(running.store_url, model="tiny", lineage="reader") as reader:
-        newest = reader.versions()[-1]
-    assert [part.name for part in newest.parts] == ["lora/tinker-0", "lora/tinker-1"]
-    assert {body["model"] for body in asked} == {"tinker-0", "tinker-1"}
-    assert [body["hotswap"]["min_version"] for body in asked] == sorted(b["hotswap"]["min_version"] for b in asked)
+        editions = reader.editions()
+    assert [body["model"] for body in asked[1:]] == [edition.full_name for edition in editions]
+    names = [body["model"].partition("@")[0] for body in asked]
+    assert names == ["tinker-1", "tinker-0", "tinker-1"], "each takes the name that was used longest ago"
+    assert len(running.versions) == before
     assert (asked[0]["n"], asked[0]["top_p"], asked[0]["stop_token_ids"]) == (2, 0.9, [1])
-    with SlotReader.open(newest.parts[0].slot, manifest_digest=newest.parts[0].manifest_digest) as slot:
+    with SlotReader.open(editions[0].slot, manifest_digest=editions[0].manifest_digest) as slot:
         assert '"r":4' in slot.manifest.metadata[ADAPTER_CONFIG]
     base = service.create_sampling_client(base_model="tiny").result()
     base.sample(prompt, 1, types.SamplingParams(max_tokens=2)).result()

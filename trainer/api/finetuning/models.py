@@ -17,7 +17,7 @@ from fastapi.responses import Response, StreamingResponse
 from trainer.api.errors import ApiError
 from trainer.api.finetuning.jobs import TUNED, Jobs
 from trainer.api.journal import Record
-from trainer.api.sampling import WAIT_S, Client, Gateway, Snapshots
+from trainer.api.sampling import Client, Gateway, Snapshots
 from trainer.api.service import Service
 
 _MISPLACED = (404, 409)  # the server has that name no more, or not in that version
@@ -52,8 +52,8 @@ class Models:
             else:
                 snapshot = self._service.snapshot(client, self._jobs.tuned(client, name).about["adapter"])
                 part = await stack.enter_async_context(self._snapshots.held(snapshot))
-                wish = {"min_version": part.version, "wait_s": WAIT_S}
-                asked = body | {"model": part.name, "hotswap": (body.get("hotswap") or {}) | wish}
+                wish = (body.get("hotswap") or {}) | part.terms.get("hotswap", {})
+                asked = body | part.terms | ({"hotswap": wish} if wish else {})
             answer = await self._gateway.forward(client, route, asked)
             stack.push_async_callback(answer.aclose)
             headers = {key: answer.headers[key] for key in _PASSED_ON if key in answer.headers}

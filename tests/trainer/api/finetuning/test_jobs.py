@@ -407,7 +407,7 @@ def test_a_deleted_model_is_gone(client: openai.OpenAI, examples: str, api: ApiS
 def test_a_trained_model_answers_by_its_name(
     both: tuple[ApiServer, Fleet], client: openai.OpenAI, trained: Any
 ) -> None:
-    """Under the client's key and by a name that the gateway knows, from the least version that has the adapter."""
+    """Under the client's key and by the edition of an adapter that has been published."""
     _, running = both
     asked: list[dict[str, Any]] = []
     misplaced: list[int] = []
@@ -433,14 +433,15 @@ def test_a_trained_model_answers_by_its_name(
     assert client.completions.create(model="tiny", prompt="1").model == "tiny"
     first, second, third, base = asked
     assert first["model"] == second["model"] != third["model"]
-    assert {first["model"], third["model"]} == {"tinker-0", "tinker-1"}
-    assert first["hotswap"]["min_version"] == second["hotswap"]["min_version"] > 0
-    assert "hotswap" not in base
+    assert {first["model"].partition("@")[0], third["model"].partition("@")[0]} == {"tinker-0", "tinker-1"}
+    assert not any("hotswap" in body for body in asked)
+    assert base["model"] == "tiny"
     misplaced.append(404)
     with pytest.raises(openai.NotFoundError, match="no such model"):
         client.completions.create(model=name, prompt="1")
     client.completions.create(model=name, prompt="1")
-    assert asked[-1]["hotswap"]["min_version"] > asked[-2]["hotswap"]["min_version"]  # it was published again
+    refused, answered_now = (int(body["model"].partition("@")[2]) for body in asked[-2:])
+    assert answered_now > refused, "it was published again"
 
 
 METHODS: dict[str, Any] = {
