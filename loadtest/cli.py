@@ -199,6 +199,19 @@ def sessions(json: Json = None, small: Small = False) -> None:
 
 
 @app.command()
+def adapters(
+    json: Json = None,
+    streams: Annotated[int, typer.Option(min=2, help="concurrent streams")] = 8,
+    windows: Annotated[int, typer.Option(min=2, help="of 6 s, with and without publications each")] = 6,
+    small: Small = False,
+) -> None:
+    """A thousand adapters, and a new edition of one every 0.3 s: the gaps of streams that have no part in it."""
+    from loadtest.swaps.adapters import run
+
+    run(json, streams=streams, windows=windows, small=small)
+
+
+@app.command()
 def transfer(
     json: Json = None,
     small: Small = False,

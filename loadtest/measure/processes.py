@@ -26,9 +26,12 @@ def private_mb(pid: int) -> float:
     return sum(process.memory_full_info().uss for process in tree(pid)) / 1e6
 
 
-def pin(pid: int, cores: Iterable[int]) -> None:
-    """Keep a process, with all its threads and descendants, to these cores; what they start later inherits it."""
+def pin(pid: int, cores: Iterable[int], *, but: str = "") -> None:
+    """Keep a process, with all its threads and descendants, to these cores; what they start later inherits it. `but`:
+    the beginning of a title whose processes stay where they are."""
     for process in tree(pid):
+        if but and "".join(process.cmdline()).startswith(but):
+            continue
         for thread in process.threads():
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(thread.id, cores)

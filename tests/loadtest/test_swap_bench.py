@@ -25,8 +25,8 @@ from loadtest.measure.gaps import Gaps
 from loadtest.measure.pairs import Checkout, Ratio
 from loadtest.serving import restarts
 from loadtest.serving.restarts import PHASES, TARGET_S, Found
+from loadtest.swaps import adapters, sessions
 from loadtest.swaps import against as swaps
-from loadtest.swaps import sessions
 from loadtest.swaps.rollback import evidence_at, policy
 from loadtest.swaps.sessions import Turns
 from loadtest.swaps.stall import Windows, cpu_ms_per_token, stall_ms
@@ -330,3 +330,14 @@ def test_sessions_compute_less_and_tell_which_versions_they_reuse() -> None:
         assert found[way]["computed_tokens"] < found["version"]["computed_tokens"] / 2
         assert found[way]["versions_of_a_prompt"] == 3
         assert found[way]["k3"] > 0
+
+
+@pytest.mark.engine
+@pytest.mark.broad
+@pytest.mark.timeout(600)
+def test_editions_are_published_beside_streams_and_none_is_lost() -> None:
+    found = adapters.run(None, small=True)
+    assert (found["lost"], found["registered"]) == (0, 50)
+    assert found["record_bytes"] < 512
+    assert all(found["gap_ms"][kind]["p99"] > 0 for kind in ("quiet", "elsewhere", "publishing"))
+    assert 0 < found["publish_ms"]["median"] < found["publish_to_token_ms"]["median"]
