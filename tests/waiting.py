@@ -13,6 +13,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+import psutil
+
 T = TypeVar("T")
 What = str | Callable[[], object]  # a text, or what looks at a state when the time is over
 
@@ -99,3 +101,11 @@ def _text(condition: Callable[[], object], what: What) -> str:
         return what or " ".join(inspect.getsource(condition).split())
     except (OSError, TypeError):
         return repr(condition)
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or yet to be collected, which may happen between two questions."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

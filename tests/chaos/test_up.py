@@ -21,7 +21,7 @@ from server.cli.admin import AdminClient
 from server.up.paths import ServerInfo
 from server.up.server import arena_name
 from tests.live import VLLM_ARGS
-from tests.waiting import wait_until
+from tests.waiting import ended, wait_until
 from weightsync.memory.arena import DEFAULT_ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]  # five starts
@@ -123,7 +123,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def all_ended(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return all(map(ended, processes))
 
 
 @pytest.fixture

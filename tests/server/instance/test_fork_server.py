@@ -12,7 +12,7 @@ import pytest
 
 from server.instance import fork_server
 from server.up.forks import Forked
-from tests.waiting import wait_until
+from tests.waiting import ended, wait_until
 from tests.warm import ENGINES, warm
 
 pytestmark = pytest.mark.engine
@@ -59,7 +59,7 @@ def test_the_server_ends_with_its_instance(tmp_path: Path) -> None:
     wait_until(lambda: log.exists() and "pid" in log.read_text(), 120, what="the engine starts")
     (server,) = (p for p in psutil.Process(instance.pid).children() if p.children())
     instance.kill()
-    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 60, what="it ends too")
+    wait_until(lambda: ended(server), 60, what="it ends too")
 
 
 def test_the_libraries_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

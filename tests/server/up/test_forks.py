@@ -19,7 +19,7 @@ import pytest
 
 from server.up import forks
 from server.up.forks import Forks
-from tests.waiting import wait_until
+from tests.waiting import ended, wait_until
 
 STARTS = ("server.up.forks",)
 NOTHING = "tests.warm:prepare_bare"
@@ -116,7 +116,7 @@ def test_what_it_has_forked_ends_with_it(server: Forks, tmp_path: Path, killed: 
         psutil.Process(found.ppid()).kill()
     else:
         server.stop()
-    wait_until(lambda: not found.is_running() or found.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: ended(found))
     assert process.wait(120) == -signal.SIGTERM
 
 
@@ -132,7 +132,7 @@ def test_it_ends_with_what_has_begun_it(tmp_path: Path) -> None:
         server = psutil.Process(forked.ppid())
         process.kill()
     for one in (forked, server):
-        wait_until(lambda one=one: not one.is_running() or one.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda one=one: ended(one))
 
 
 def test_a_fork_that_is_nothing_yet_ends_too(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_a_fork_that_is_nothing_yet_ends_too(tmp_path: Path) -> None:
     forked = psutil.Process(server.start(ENDLESS, dict(os.environ), tmp_path / "log").pid)
     of_forked = psutil.Process(forked.ppid())
     server._socket.close()
-    wait_until(lambda: not of_forked.is_running() or of_forked.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: ended(of_forked))
     (tmp_path / "go").touch()
-    wait_until(lambda: not forked.is_running() or forked.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: ended(forked))
     server.stop()
 
 
@@ -191,7 +191,7 @@ def test_a_connection_that_goes_takes_its_own_processes_alone(tmp_path: Path) ->
     poll.register(other._socket, select.POLLIN)
     assert poll.poll(60_000), "an answer is there"
     other.stop()
-    wait_until(lambda: not goes.is_running() or goes.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: ended(goes))
     assert one.start(SHORT, dict(os.environ), tmp_path / "log").wait(120) == 0
     assert stays.poll() is None
     stays.kill()
