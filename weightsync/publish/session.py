@@ -58,7 +58,7 @@ from weightsync.store.protocol import MISSING, KeyValue, Store
 
 CLAIM_ATTEMPTS = 100
 Write = tuple[str, dict[str, int], dict[str, bytes | None], Sequence[LedgerEntry]]
-"""What ends a claim: the key that shows it, revisions that must hold, what is written, and the ledger's entries."""
+"""The write that ends a claim: the key that shows it, revisions that must hold, what is written, and the ledger's entries."""
 _SLOT = re.compile(rb'"slot":"([^"\\]+)"')
 
 
@@ -254,7 +254,7 @@ class PublishSession:
     async def editions(self, name: str = "") -> list[EditionRecord]:
         """Those that can be read of an adapter, or of all, oldest first."""
         found = (await self.store.list(prefix_of(self.keys, name)))[0]
-        return readable({kv.key: kv.value for kv in found})
+        return [record for record in readable({kv.key: kv.value for kv in found}) if name in ("", record.name)]
 
     async def withdraw(self, name: str, number: int | None) -> list[int]:
         """Take one edition of an adapter away, or all; the numbers of those that were there."""

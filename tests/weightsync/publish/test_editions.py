@@ -139,3 +139,11 @@ def test_the_old_go_but_for_the_newest_of_each_name() -> None:
     assert gone("a", 1, None) == [1, 2]
     assert gone("a", 3, 60.0) == [1, 3]
     assert gone("d", 1, 10.0) == [1, 3]
+
+
+def test_a_name_within_another_is_apart(publisher: Publisher) -> None:
+    publisher.publish(model(), activate=False)
+    outer, inner = publisher.publish_edition("org", adapter(1.0)), publisher.publish_edition("org/prose", adapter(2.0))
+    assert (numbers(publisher, "org"), numbers(publisher, "org/prose")) == ([outer], [inner])
+    assert publisher.withdraw_edition("org") == [outer]
+    assert numbers(publisher) == [inner]
