@@ -36,7 +36,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from weightsync.control.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name, part_of
+from weightsync.control.parts import BASE, LORA, Adapter, check_name, part_of
 from weightsync.control.records import VersionRecord
 from weightsync.errors import (
     CheckpointError,
@@ -252,10 +252,13 @@ def push_edition(
     in `Publisher.publish_edition`; CheckpointError before anything is claimed."""
     done, started = {} if done is None else done, time.perf_counter()
     checkpoint, metadata = opened_checkpoint(LORA + name, directory)
-    adapter = Adapter(list(checkpoint.tensors()), orjson.loads(metadata[ADAPTER_CONFIG]))
     how: dict[str, Any] = {"lineage": lineage, "requested_by": requested_by, "reason": reason, "sign": sign}
     with Publisher(store, model=model, **how) as publisher:
-        number = publisher.publish_edition(name, adapter, source=str(directory.resolve()), **terms)
+        about = {"source": str(directory.resolve()), **terms}
+        with publisher.begin_edition(name, checkpoint.schema, metadata, **about) as draft:
+            for each, tensor in checkpoint.tensors():
+                draft.write(each, tensor)
+            number = draft.commit_edition()
         (record,) = [edition for edition in publisher.editions(name) if edition.number == number]
     seconds, tensors = time.perf_counter() - started, len(checkpoint.schema.tensors)
     done |= {"version": number, "edition": dataclasses.asdict(record), "active": False, "tensors": tensors}

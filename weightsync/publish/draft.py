@@ -66,6 +66,7 @@ class Draft:
         self._writer = SlotWriter(claim.lock, claim.mapping, schema, layout, rank=0)
         self._open = True
         self._published: PartRecord | None = None  # what `spread` has made of it
+        self.edition: tuple[float, int, float | None] = (100.0, 3, None)  # its share in percent, `keep`, `max_age_s`
         self.signature = ""  # of who made the tensors elsewhere; without one, the publisher's own key signs
 
     @property
@@ -125,12 +126,12 @@ class Draft:
         others = [parts] if isinstance(parts, Mapping) else list(parts)
         return commit_all([self], others, within_s=timeout_s if activate else None)
 
-    def commit_edition(self, *, percent: float, keep: int, age_s: float | None) -> int:
+    def commit_edition(self) -> int:
         """Make the adapter an edition, which no swap brings; returns its number. Raises as `commit`."""
         self._require_open()
         try:
             claim, part = self._claim, self._finish([])
-            self._publisher._make_edition(claim.record, claim.revision, part, percent, keep, age_s)
+            self._publisher._make_edition(claim.record, claim.revision, part, *self.edition)
         except BaseException:
             self.abort()
             raise

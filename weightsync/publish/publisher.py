@@ -323,6 +323,30 @@ class Publisher:
         `keep`: its newest editions that stay, this one included. `max_age_s`: editions that are older go, but for the
         newest of each name. Requests that run through one that goes are finished. Raises as `publish`.
         """
+        items, more = content_of(adapter)
+        items = list(items)
+        schema = as_schema((each, spec.dtype, spec.shape) for each, t in items if (spec := spec_of(each, t)))
+        terms: dict[str, Any] = {"percent": percent, "keep": keep, "max_age_s": max_age_s}
+        with self.begin_edition(name, schema, {**(metadata or {}), **more}, step=step, source=source, **terms) as draft:
+            for each, tensor in items:
+                draft.write(each, tensor)
+            return draft.commit_edition()
+
+    @publishing
+    def begin_edition(
+        self,
+        name: str,
+        schema: Schema,
+        metadata: Mapping[str, str],
+        *,
+        step: int | None = None,
+        percent: float = 100.0,
+        keep: int = 3,
+        max_age_s: float | None = None,
+        source: str = "",
+    ) -> Draft:
+        """An edition to be written, whose `commit_edition` publishes it. `metadata` has the adapter's configuration.
+        Else as `publish_edition`."""
         if not isinstance(name, str) or MARK in name:
             said = f"no adapter with editions can be called {shown(name)}: leave out the {MARK}"
             raise PublishError(said, code="bad_part")
@@ -332,15 +356,10 @@ class Publisher:
             raise PublishError(f"keep cannot be {shown(keep)}: pass a number of editions, at least 1")
         if max_age_s is not None and not (isinstance(max_age_s, int | float) and max_age_s > 0):
             raise PublishError(f"max_age_s cannot be {shown(max_age_s)}: pass a number of seconds, or None")
-        part = check_name(LORA + name, self.model)
-        items, more = content_of(adapter)
-        items = list(items)
-        schema = as_schema((each, spec.dtype, spec.shape) for each, t in items if (spec := spec_of(each, t)))
-        pieces = {part: (schema, {**(metadata or {}), **more})}
-        with self.begin_all(pieces, step=step, source=source)[0] as draft:
-            for each, tensor in items:
-                draft.write(each, tensor)
-            return draft.commit_edition(percent=float(percent), keep=keep, age_s=max_age_s)
+        pieces = {check_name(LORA + name, self.model): (schema, metadata)}
+        (draft,) = self.begin_all(pieces, step=step, source=source)
+        draft.edition = (float(percent), keep, max_age_s)
+        return draft
 
     @publishing
     def editions(self, name: str | None = None) -> list[EditionRecord]:

@@ -20,7 +20,7 @@ from weightsync import Publisher
 from weightsync.errors import CheckpointError
 from weightsync.publish.checkpoint import Checkpoint
 from weightsync.publish.quantize import Quantizer, quantize_checkpoint
-from weightsync.push import push
+from weightsync.push import push, push_edition
 
 ROOT = Path(__file__).parents[3]
 SHARD = "model.safetensors"
@@ -78,6 +78,13 @@ def push_adapter(directory: Path, url: str) -> None:
     push(directory, part="lora/x", parts={"": directory}, store=url, model="demo", activate=False)
 
 
+def push_an_edition(directory: Path, url: str) -> None:
+    with Publisher(url, model="demo") as publisher:
+        if not publisher.versions():
+            publisher.publish(model(), activate=False)
+    push_edition(directory, "x", store=url, model="demo")
+
+
 def glance(directory: Path, _: str) -> None:
     Checkpoint(directory).glance()
 
@@ -101,6 +108,7 @@ READERS: dict[str, tuple[Callable[[Path, str], None], Any, str, type[Exception]]
     "publish": (publish, os, "preadv", CheckpointError),
     "push": (push_it, os, "preadv", CheckpointError),
     "push-adapter": (push_adapter, os, "preadv", CheckpointError),
+    "push-edition": (push_an_edition, os, "preadv", CheckpointError),
     "glance": (glance, os, "pread", CheckpointError),
     "follow": (follow, hashlib, "file_digest", FollowError),
     "quantize": (quantize, safetensors.torch, "load_file", CheckpointError),

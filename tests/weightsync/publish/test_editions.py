@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.weightsync.codes import refused
-from tests.weightsync.tensors import model
+from tests.weightsync.tensors import model, save_safetensors
 from weightsync import Adapter, Publisher, SlotReader
 from weightsync.control.editions import EditionRecord, drawn, outdated, split_name
+from weightsync.control.parts import ADAPTER_CONFIG
 from weightsync.errors import PublishError, StalePublisher
+from weightsync.push import push_edition
 
 
 def adapter(value: float) -> Adapter:
@@ -40,6 +43,24 @@ def test_editions_lie_side_by_side_and_leave_the_versions_as_they_were(publisher
         with SlotReader.open(editions[number].slot, manifest_digest=editions[number].manifest_digest) as reader:
             assert np.frombuffer(reader.buffer("a.lora_A.weight"), np.float32)[0] == value
             assert reader.manifest.fingerprint == editions[number].fingerprint
+
+
+def test_an_edition_of_a_directory_has_the_bytes_of_its_files(
+    publisher: Publisher, store_url: str, tmp_path: Path
+) -> None:
+    """Several tensors in several files: each is read while its file is open."""
+    publisher.publish(model(), activate=False)
+    tensors = {f"layer{i}.lora_A.weight": np.full((2, 4), float(i), np.float32) for i in range(4)}
+    for i in range(2):
+        held = {name: tensor for name, tensor in tensors.items() if int(name[5]) % 2 == i}
+        save_safetensors(tmp_path / f"adapter_model-{i}.safetensors", held)
+    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
+    number = push_edition(tmp_path, "math", store=store_url, model="demo", lineage="other")
+    (edition,) = publisher.editions("math")
+    assert edition.number == number
+    with SlotReader.open(edition.slot, manifest_digest=edition.manifest_digest) as reader:
+        assert {name: bytes(reader.buffer(name)) for name in tensors} == {n: t.tobytes() for n, t in tensors.items()}
+        assert reader.manifest.metadata[ADAPTER_CONFIG] == '{"r":2}'
 
 
 def test_the_newest_stay_and_slots_of_those_that_went_are_used_again(publisher: Publisher) -> None:
