@@ -120,8 +120,8 @@ class Editions:
             await asyncio.shield(building)  # a client that goes meanwhile leaves nothing half built
         except WeightSyncError as error:
             log.error("the edition %s cannot be served: %s", name, error)
-            # Not 503, unless the engine has ended: by that the gateway takes an instance for ill, adapters apart.
-            status = 503 if error.code in ENGINE_FAULTS else 422
+            # Not 503, unless engine or store are away: by that the gateway takes an instance for ill, adapters apart.
+            status = 503 if error.code in ENGINE_FAULTS or isinstance(error, StoreError) else 422
             problem = Problem(f"The adapter {name} cannot be served: {error}", status=status, code=error.code)
             self._refused = {each: kept for each, kept in self._refused.items() if each in self._known}
             self._refused[name] = (time.monotonic() + REFUSED_S, problem)

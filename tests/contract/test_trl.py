@@ -260,7 +260,7 @@ def asynchronous(request: pytest.FixtureRequest, served: Served) -> Any:
 
 
 def test_an_asynchronous_trainer_swaps_weights(asynchronous: Any, served: Served, tmp_path: Path) -> None:
-    client, before = asynchronous, served.toy.committed[-1]
+    client, before = asynchronous, len(served.toy.committed)
     client.wait_for_server_ready()
     assert (client.get_max_model_len(), client.get_world_size()) == (128, 1)
     told = client.get_server_info()
@@ -276,7 +276,7 @@ def test_an_asynchronous_trainer_swaps_weights(asynchronous: Any, served: Served
     client.load_lora_adapter("policy-1", adapter(tmp_path / "adapter"))
     client.unload_lora_adapter("policy-1")
     client.unload_lora_adapter("nobody")  # it does not read the answer
-    assert served.toy.committed[-3:] == [before + 1, before + 2, before + 3]
+    assert len(served.toy.committed) == before + 1, "an adapter costs no swap"
     phases = {"init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"}
     rest = {
         "wait_for_server_ready",

@@ -8,6 +8,7 @@ one before it where the newest has only a share of the requests. N is drawn from
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,8 +25,8 @@ MOST_DIGITS = 20
 class EditionRecord(Record):
     """One edition. `nbytes` counts tensor bytes, `created_at` is unix seconds, `publisher` is the lineage.
 
-    `percent` is its share of the requests for `name` alone that no newer edition gets. `fingerprint`, `signature` and
-    the slot are as in PartRecord."""
+    `percent` is its share of the requests for `name` alone that no newer edition gets; with 0 it is on trial: for those
+    that pin it. `fingerprint`, `signature` and the slot are as in PartRecord."""
 
     name: str
     number: int
@@ -67,31 +68,34 @@ def split_name(name: str) -> tuple[str, int | None]:
     return (base, int(number)) if pins else (name, None)
 
 
-def drawn(percents: Sequence[tuple[int, float]], draw: float) -> int:
+def drawn(percents: Sequence[tuple[int, float]], draw: float) -> int | None:
     """The edition that a request for the name alone gets, of (number, percent) with the newest first. `draw` is from 0
-    to below 1. The oldest gets what the others leave."""
-    left = draw * 100.0
+    to below 1. The oldest gets what the others leave; one that is on trial gets none. None: all are."""
+    left, found = draw * 100.0, None
     for number, percent in percents:
-        if left < percent:
-            return number
-        left = (left - percent) * 100.0 / (100.0 - percent) if percent < 100.0 else 0.0
-    return percents[-1][0]
+        if percent:
+            found = number
+            if left < percent:
+                break
+            left = (left - percent) * 100.0 / (100.0 - percent) if percent < 100.0 else 0.0
+    return found
 
 
 def outdated(
-    known: Iterable[EditionRecord], name: str, keep: int, max_age_s: float | None, now: float
+    known: Iterable[EditionRecord], new: EditionRecord, keep: int, max_age_s: float | None
 ) -> list[EditionRecord]:
-    """The editions that are to go once there is a new one of `name`: those of it beyond the `keep` newest, the new one
-    counted, and of every name those that are older than `max_age_s` but for its newest."""
+    """The editions that are to go with a new one: those of its name beyond the `keep` newest, and of every name those
+    that are older than `max_age_s`. The newest of a name stays, and the newest that is not on trial. A new one that is
+    on trial does not count."""
     by_name: dict[str, list[EditionRecord]] = {}
-    for record in sorted(known, key=lambda record: record.number, reverse=True):
+    for record in sorted([*(r for r in known if r.number != new.number), new], key=lambda r: r.number, reverse=True):
         by_name.setdefault(record.name, []).append(record)
-    gone = by_name.get(name, [])[max(0, keep - 1) :]
+    stay = {new.number, *(found[0].number for found in by_name.values())}
+    stay |= {next((r.number for r in found if r.percent), 0) for found in by_name.values()}
+    gone = [r for r in by_name[new.name] if r.percent or r is not new][keep:]
     if max_age_s is not None:
-        newest = {each: found[0].number for each, found in by_name.items() if each != name}
-        old = (r for found in by_name.values() for r in found if now - r.created_at > max_age_s)
-        gone += [r for r in old if r not in gone and r.number != newest.get(r.name)]
-    return gone
+        gone += [r for r in itertools.chain(*by_name.values()) if new.created_at - r.created_at > max_age_s]
+    return list({r.number: r for r in gone if r.number not in stay}.values())
 
 
 def readable(found: Mapping[str, bytes]) -> list[EditionRecord]:

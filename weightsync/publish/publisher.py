@@ -318,7 +318,8 @@ class Publisher:
         source: str = "",
     ) -> int:
         """Publish an edition of an adapter beside those before it, without a swap; returns its number N. Clients pin
-        it as the model `NAME@N`. Those that ask for `NAME` get it from then on, or with `percent` that share of them.
+        it as the model `NAME@N`. Those that ask for `NAME` get it from then on, or with `percent` that share of them;
+        with 0 it is on trial.
 
         `keep`: its newest editions that stay, this one included. `max_age_s`: editions that are older go, but for the
         newest of each name. Requests that run through one that goes are finished. Raises as `publish`.
@@ -350,8 +351,8 @@ class Publisher:
         if not isinstance(name, str) or MARK in name:
             said = f"no adapter with editions can be called {shown(name)}: leave out the {MARK}"
             raise PublishError(said, code="bad_part")
-        if not isinstance(percent, int | float) or not 0 < percent <= 100:
-            raise PublishError(f"percent cannot be {shown(percent)}: pass more than 0, at most 100")
+        if not isinstance(percent, int | float) or not 0 <= percent <= 100:
+            raise PublishError(f"percent cannot be {shown(percent)}: pass 0 to 100")
         if not isinstance(keep, int) or keep < 1:
             raise PublishError(f"keep cannot be {shown(keep)}: pass a number of editions, at least 1")
         if max_age_s is not None and not (isinstance(max_age_s, int | float) and max_age_s > 0):

@@ -58,7 +58,7 @@ from weightsync.store.protocol import MISSING, KeyValue, Store
 
 CLAIM_ATTEMPTS = 100
 Write = tuple[str, dict[str, int], dict[str, bytes | None], Sequence[LedgerEntry]]
-"""The write that ends a claim: the key that shows it, revisions that must hold, what is written, and the ledger's entries."""
+"""The write that ends a claim: the key that shows it, revisions that must hold, values, and entries of the ledger."""
 _SLOT = re.compile(rb'"slot":"([^"\\]+)"')
 
 
@@ -215,7 +215,7 @@ class PublishSession:
 
         async def write() -> Write:
             known = await self.editions("" if age_s is not None else name)
-            gone = outdated(known, name, keep, age_s, made.created_at)
+            gone = outdated(known, made, keep, age_s)
             puts = {key_of(self.keys, old.name, old.number): None for old in gone}
             outcome = f"manifest {part.manifest_digest}"
             about: dict[str, Any] = {"model": self.keys.model, "version": number, "subject": f"{part.name}@{number}"}

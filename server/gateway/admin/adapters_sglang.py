@@ -3,7 +3,7 @@
     update_weights_from_disk    publishes a checkpoint and swaps it in
     update_weights_from_tensor  collects buckets of safetensors; the one that completes the model swaps it in
     begin_weight_update, end_weight_update   a session around buckets, whose end swaps them in
-    load_lora_adapter, unload_lora_adapter   publish an adapter, or a version without it, and swap it in
+    load_lora_adapter, unload_lora_adapter   publish an edition of an adapter, or withdraw it, without a swap
     pause_generation, continue_generation   a pause lease of 120 s
 
 Answers have SGLang's form, {"success", "message"}, and so have refusals (server/errors.py `error_body`).
@@ -110,7 +110,7 @@ async def update_from_disk(model: ModelDep, by: ByDep, body: FromDisk) -> dict[s
 
 
 class LoadLora(TrainerRequest, LoadAdapter):
-    """LoadLoRAAdapterReqInput: an instance keeps every adapter of a version, so all are pinned."""
+    """LoadLoRAAdapterReqInput: an instance loads an adapter again when it needs it, so all are pinned."""
 
     pinned: bool = False
     lora_id: str | None = None
@@ -118,14 +118,16 @@ class LoadLora(TrainerRequest, LoadAdapter):
 
 @router.post("/load_lora_adapter")
 async def load_lora(model: ModelDep, by: ByDep, body: LoadLora) -> dict[str, Any]:
-    """Publishes an adapter as a part of a version and swaps it in."""
-    return _success(await body.publish(model, by))
+    """Publishes an edition of an adapter, which every instance has loaded when the answer comes."""
+    await body.publish(model, by)
+    return await _adapter_done(model, f"The adapter {body.lora_name} is loaded.")
 
 
 @router.post("/unload_lora_adapter")
 async def unload_lora(model: ModelDep, by: ByDep, body: UnloadAdapter) -> dict[str, Any]:
-    """Publishes a version without the adapter and swaps it in."""
-    return _success(await body.publish(model, by))
+    """Withdraws an adapter. Requests that run through it are finished."""
+    await body.publish(model, by)
+    return await _adapter_done(model, f"The adapter {body.lora_name} is withdrawn.")
 
 
 @router.post("/begin_weight_update")
@@ -289,6 +291,10 @@ async def _add(model: Model, draft: WeightUpdate, bucket: str, room_for: int | N
         draft = model.updates.begin(FAMILY, draft.label)
         await draft.add(bucket, room_for)
     return draft
+
+
+async def _adapter_done(model: Model, message: str) -> dict[str, Any]:
+    return {"success": True, "message": message, "weight_version": str(await active_version(model))}
 
 
 def _success(report: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     update_weights        collects: {"checkpoint_path": DIR} or {"safetensors": BASE64}, or a list of such
     finish_weight_update  publishes the draft and swaps it in; answers when every instance has it
     pause, resume         a pause lease of 120 s
-    v1/load_lora_adapter, v1/unload_lora_adapter   publish an adapter, or a version without it, and swap it in;
+    v1/load_lora_adapter, v1/unload_lora_adapter   publish an edition of an adapter, or withdraw it, without a swap;
                                                    skyrl/v1/load_lora_adapter is SkyRL's name of the first
 
     server_info           those settings of the instances that clients read; a NCCL group is refused where it is formed
@@ -122,14 +122,14 @@ class LoadLora(LoadAdapter):
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 @router.post("/skyrl/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora(model: ModelDep, by: ByDep, body: LoadLora) -> str:
-    """Publishes an adapter as a part of a version and swaps it in."""
+    """Publishes an edition of an adapter, which every instance has loaded when the answer comes."""
     await body.publish(model, by)
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora(model: ModelDep, by: ByDep, body: UnloadAdapter) -> str:
-    """Publishes a version without the adapter and swaps it in."""
+    """Withdraws an adapter. Requests that run through it are finished."""
     await body.publish(model, by)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 

@@ -145,7 +145,7 @@ async def sleep(model: ModelDep, instance_id: InstanceId, body: Sleep | None = N
     order = SleepOrder(instance_id, body.level, body.drain_s, body.requested_by, time.time(), body.ttl_s)
     lease = await model.store.grant_lease(body.ttl_s) if body.ttl_s is not None else None
     await model.store.put(orders(Keys(model.name)) + instance_id, order.to_json(), lease)
-    found = await _within(body.wait_s, lambda: _is_asleep(model, instance_id))
+    found = await within(body.wait_s, lambda: _is_asleep(model, instance_id))
     return {"id": instance_id, "level": body.level, "state": "asleep" if found else "falling_asleep"}
 
 
@@ -155,7 +155,7 @@ async def wake(model: ModelDep, instance_id: InstanceId, body: Wake | None = Non
     body = body or Wake()
     await _check_known(model, instance_id)
     await model.store.delete(orders(Keys(model.name)) + instance_id)
-    found = await _within(body.wait_s, lambda: _serves(model, instance_id))
+    found = await within(body.wait_s, lambda: _serves(model, instance_id))
     return {"id": instance_id, "state": "serving" if found else "waking"}
 
 
@@ -176,7 +176,8 @@ async def _serves(model: Model, instance_id: str) -> bool:
     return any(instance.record.id == instance_id for instance in model.fleet.serving)
 
 
-async def _within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
+async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
+    """Whether the condition holds before the time is over."""
     deadline = time.monotonic() + seconds
     while not await holds():
         if time.monotonic() >= deadline:

@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, RootModel, model
 
 from server.errors import HttpError
 from server.gateway.access.records import By
-from server.gateway.admin import weights
+from server.gateway.admin import editions, weights
 from server.gateway.admin.deps import ModelDep
 from server.gateway.admin.fleet import MAX_TTL_S, PauseLeases
 from server.gateway.admin.weights import SwapOptions
 from server.gateway.models.model import Model
-from server.gateway.models.publishing import Publication, WeightUpdate
+from server.gateway.models.publishing import Edition, Publication, WeightUpdate
 from weightsync.control.parts import LORA
 from weightsync.format.manifest import Schema
 
@@ -73,9 +73,11 @@ class LoadAdapter(BaseModel):
         str, Field(min_length=1, max_length=4096, description="a directory in PEFT's layout on the gateway's host")
     ]
 
-    async def publish(self, model: Model, by: By) -> dict[str, Any]:
-        """As the function `publish`. An adapter of this name that is there is replaced."""
-        return await publish(model, Publication.model_construct(path=self.lora_path, part=LORA + self.lora_name), by)
+    async def publish(self, model: Model, by: By) -> None:
+        """As an edition that all instances have loaded, in the place of one of this name. Raises HttpError,
+        PublishError."""
+        edition = Edition.model_construct(name=self.lora_name, path=self.lora_path, keep=1)
+        await editions.published(model, edition, by)
 
 
 class UnloadAdapter(BaseModel):
@@ -88,9 +90,11 @@ class UnloadAdapter(BaseModel):
     rid: Any = None
     http_worker_ipc: Any = None
 
-    async def publish(self, model: Model, by: By) -> dict[str, Any]:
-        """As the function `publish`, of a version without the adapter. Raises PublishError if there is none."""
-        return await publish(model, Publication.model_construct(without=[LORA + self.lora_name]), by)
+    async def publish(self, model: Model, by: By) -> None:
+        """Withdraws the editions of this name; a part of the active version is taken away by a swap. Raises HttpError,
+        PublishError if there is neither."""
+        if not await editions.withdrawn(model, self.lora_name, by):
+            await publish(model, Publication.model_construct(without=[LORA + self.lora_name]), by)
 
 
 async def publish(

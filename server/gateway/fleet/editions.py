@@ -21,13 +21,12 @@ class Editions:
         return bool(self._records)
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._shares)
-
-    @property
     def records(self) -> list[EditionRecord]:
         """By name, the newest first."""
         return sorted(self._records.values(), key=lambda record: (record.name, -record.number))
+
+    def get(self, key: str) -> EditionRecord | None:
+        return self._records.get(key)
 
     def put(self, key: str, raw: bytes) -> None:
         """Raises RecordError."""
@@ -67,7 +66,8 @@ class Editions:
         if number is None:
             draw = random.random() if session is None else _place(base, session)  # noqa: S311 - no secret
             number = drawn(list(shares.items()), draw)
-        elif number not in shares and number <= self._newest:
+            return f"{base}{MARK}{number}" if number is not None else None
+        if number not in shares and number <= self._newest:
             return None
         return f"{base}{MARK}{number}"
 

@@ -49,13 +49,13 @@ class _Fetch:
             self.done.set_result(None)
 
 
-async def fetch(instance: Instance, path: bytes, timeout_s: float) -> tuple[int, bytes]:
-    """GET `path` from `instance`: status and body. Raises HttpError, TimeoutError."""
+async def fetch(instance: Instance, path: bytes, timeout_s: float, lines: bytes = b"") -> tuple[int, bytes]:
+    """GET `path` from `instance`, with header `lines`: status and body. Raises HttpError, TimeoutError."""
     async with asyncio.timeout(timeout_s):
         link = instance.pool.take() or await instance.pool.connect()
         ask = _Fetch()
         try:
-            link.send(ask, b"GET %b HTTP/1.1\r\n%b\r\n" % (path, instance.pool.opening), b"")
+            link.send(ask, b"GET %b HTTP/1.1\r\n%b%b\r\n" % (path, instance.pool.opening, lines), b"")
             await ask.done
         except BaseException:
             link.abort()

@@ -88,7 +88,7 @@ class Edition(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     name: Annotated[str, Field(min_length=1, max_length=128)]
     path: Annotated[str, Field(min_length=1, max_length=4096)]
-    percent: Annotated[float, Field(gt=0, le=100, description="of the requests for the name alone")] = 100.0
+    percent: Annotated[float, Field(ge=0, le=100, description="of the requests for the name alone")] = 100.0
     keep: Annotated[int, Field(ge=1, le=10_000, description="its newest editions that stay")] = 3
     max_age_s: Annotated[float | None, Field(gt=0, description="after which older ones go")] = None
     step: Annotated[int | None, Field(ge=0, lt=2**63, description="training step to note down")] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_a_publisher_that_lost_its_lineage_makes_and_takes_none(publisher: Publi
         ({"name": 7}, "leave out the @"),
         ({"name": ""}, "no part can be called"),
         ({"name": "demo"}, "give the adapter another name"),
-        ({"percent": 0}, "percent cannot be 0"),
+        ({"percent": -1}, "percent cannot be -1"),
         ({"percent": "9"}, "percent cannot be '9'"),
         ({"keep": 0}, "keep cannot be 0"),
         ({"max_age_s": -1}, "max_age_s cannot be -1"),
@@ -144,6 +145,8 @@ def test_shares_are_drawn_as_they_were_asked_for() -> None:
     assert shares == pytest.approx({9: 0.10, 7: 0.45, 3: 0.45}, abs=0.02)
     assert {drawn([(9, 100.0), (7, 50.0)], x) for x in (0.0, 0.5, 0.999999)} == {9}
     assert drawn([(3, 1.0)], 0.9) == 3
+    assert {drawn([(9, 0.0), (7, 50.0), (3, 20.0), (1, 0.0)], x) for x in (0.0, 0.49, 0.5, 0.99)} == {7, 3}
+    assert drawn([(9, 0.0)], 0.5) is None, "it is on trial"
 
 
 def test_the_old_go_but_for_the_newest_of_each_name() -> None:
@@ -152,14 +155,21 @@ def test_the_old_go_but_for_the_newest_of_each_name() -> None:
 
     known = [edition("a", 1, 90), edition("a", 2, 50), edition("b", 3, 80), edition("b", 4, 70), edition("c", 5, 99)]
 
-    def gone(name: str, keep: int, max_age_s: float | None) -> list[int]:
-        return sorted(record.number for record in outdated(known, name, keep, max_age_s, 1000.0))
+    def gone(name: str, keep: int, max_age_s: float | None, percent: float = 100.0) -> list[int]:
+        new = replace(edition(name, 9, 0), percent=percent)
+        return sorted(record.number for record in outdated(known, new, keep, max_age_s))
 
     assert gone("a", 3, None) == []
     assert gone("a", 2, None) == [1]
     assert gone("a", 1, None) == [1, 2]
+    assert gone("a", 1, None, percent=0.0) == [1], "the newest that serves stays beside one that is on trial"
     assert gone("a", 3, 60.0) == [1, 3]
     assert gone("d", 1, 10.0) == [1, 3]
+    left = replace(edition("a", 8, 5), percent=0.0)
+    known.append(left)
+    assert gone("a", 1, None, percent=0.0) == [1], "a trial that its gateway did not end takes nothing away"
+    assert gone("a", 1, None) == [1, 2, 8]
+    assert gone("d", 1, 1.0) == [1, 3], "nor does age: the newest of a name stays, and the newest that serves"
 
 
 def test_a_name_within_another_is_apart(publisher: Publisher) -> None:

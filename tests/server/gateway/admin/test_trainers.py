@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 from safetensors.numpy import save
 
@@ -25,8 +26,10 @@ from server.gateway.admin.fleet import PauseLeases
 from server.gateway.models import publishing
 from tests.server.gateway.admin.test_admin import SETTINGS, Toy, checkpoint, participating
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
+from tests.server.gateway.upstream import Link, Received
 from tests.waiting import eventually
 from weightsync import SlotReader, ensure_arena
+from weightsync.control.editions import prefix_of, readable
 from weightsync.control.records import VersionRecord
 from weightsync.errors import StoreUnavailable, shape_mismatch
 from weightsync.format.manifest import Schema, TensorSpec
@@ -230,33 +233,55 @@ def adapter(directory: Path) -> str:
     return str(directory)
 
 
-def parts(gateway: RunningGateway, version: int) -> list[str]:
-    found = gateway.store.get(KEYS.version(version))
-    assert found is not None
-    return [part.name for part in VersionRecord.from_json(found.value).parts]
+def editions(gateway: RunningGateway) -> list[str]:
+    found = gateway.store.list(prefix_of(KEYS))[0]
+    return [record.full_name for record in readable({kv.key: kv.value for kv in found})]
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/skyrl/v1", ""])
-async def test_an_adapter_is_a_part_of_a_version(gateway: RunningGateway, tmp_path: Path, prefix: str) -> None:
-    """vLLM's routes, which TRL asks, SkyRL's own for loading, and SGLang's, which prime-rl asks too."""
+async def test_an_adapter_is_an_edition(gateway: RunningGateway, tmp_path: Path, prefix: str) -> None:
+    """vLLM's routes, which TRL asks, SkyRL's own for loading, and SGLang's, which prime-rl asks too. Nothing is
+    swapped."""
     toy, named = Toy(), {"lora_name": "mine", "lora_path": adapter(tmp_path / "adapter")}
     load, unload = f"{prefix}/load_lora_adapter", f"{prefix.removeprefix('/skyrl')}/unload_lora_adapter"
     async with participating(gateway, toy), Client(gateway) as client:
-        refused, answer = await client.call(load, named)
-        assert (refused, answer["error"]["code"]) == (422, "bad_part"), "there is no base yet"
         await first_version(gateway, client, tmp_path)
-        for body in (named, named | ({"load_inplace": True} if prefix else {"pinned": True})):
+        for number, body in enumerate((named, named | ({"load_inplace": True} if prefix else {"pinned": True}))):
             answered = await client.post(load, json=body)
             assert answered.status_code == 200
             told = answered.text if prefix else answered.json()["success"]
             assert told == ("Success: LoRA adapter 'mine' added successfully." if prefix else True)
+            assert editions(gateway) == [f"mine@{number + 2}"]
         assert (await client.post(unload, json={"lora_name": "mine"})).status_code == 200
-        assert toy.committed == [2, 3, 4, 5]
-        assert [parts(gateway, version) for version in toy.committed] == [[], ["lora/mine"], ["lora/mine"], []]
+        assert (toy.committed, editions(gateway)) == ([1], [])
         assert (await client.post(unload, json={"lora_name": "mine"})).status_code == 422
-        for wrong in ({"lora_path": ""}, {"lora_name": "a b"}, {"novelty": 1}, {"lora_path": str(tmp_path / "no")}):
+        wrongs = ({"lora_path": ""}, {"lora_name": "a b"}, {"lora_name": "a@1"}, {"novelty": 1})
+        for wrong in (*wrongs, {"lora_path": str(tmp_path / "no")}):
             assert (await client.post(load, json=named | wrong)).status_code in (400, 422)
-        assert toy.committed == [2, 3, 4, 5]
+        assert (toy.committed, editions(gateway)) == ([1], [])
+
+
+async def test_an_adapter_that_an_instance_refuses_leaves_the_one_before(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
+    """No request for the name alone meets it."""
+    named, asked = {"lora_name": "mine", "lora_path": adapter(tmp_path / "adapter")}, list[str]()
+    refuses = {"error": {"message": "The adapter cannot be served: rank 99", "code": "adapter_refused"}}
+
+    async def said(link: Link, received: Received) -> None:
+        asked.append(f"{received.target} {received.headers.get('x-hotswap-edition')}")
+        await link.json(
+            orjson.dumps(refuses if len(asked) > 1 else {}), b"422 Unprocessable" if len(asked) > 1 else b"200 OK"
+        )
+
+    async with participating(gateway, Toy()), Client(gateway) as client:
+        await first_version(gateway, client, tmp_path)
+        async with gateway.instance(said, instance_id="serving"):
+            assert (await client.post("/v1/load_lora_adapter", json=named)).status_code == 200
+            answered = await client.post("/v1/load_lora_adapter", json=named)
+            assert (answered.status_code, answered.json()["error"]["code"]) == (422, "adapter_refused")
+    assert asked == ["/hotswap/config mine@2", "/hotswap/config mine@3"]
+    assert editions(gateway) == ["mine@2"]
 
 
 async def test_vllm_pause_and_resume(gateway: RunningGateway) -> None:

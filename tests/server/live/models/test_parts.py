@@ -220,6 +220,9 @@ def test_an_adapter_comes_and_goes_by_the_routes_of_stock(lora: LiveServer, adap
         guest.append(answers(lora, "guest"))
     assert guest[0] != guest[1]
     assert base not in guest
+    refused = lora.admin.post("/v1/load_lora_adapter", json={"lora_name": "guest", "lora_path": str(adapters["bad"])})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "shape_mismatch"), refused.text
+    assert answers(lora, "guest") == guest[1], "no request meets the one that the engine refuses"
     unloaded = lora.admin.post("/v1/unload_lora_adapter", json={"lora_name": "guest"})
     assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'guest' removed successfully.")
     assert lora.client.post("/generate", json={"model": "guest", "prompt": "a"}).status_code == 404
