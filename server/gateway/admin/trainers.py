@@ -91,10 +91,16 @@ class UnloadAdapter(BaseModel):
     http_worker_ipc: Any = None
 
     async def publish(self, model: Model, by: By) -> None:
-        """Withdraws the editions of this name; a part of the active version is taken away by a swap. Raises HttpError,
-        PublishError if there is neither."""
-        if not await editions.withdrawn(model, self.lora_name, by):
+        """Withdraws the editions of this name, and takes a part of the active version away by a swap. Raises HttpError,
+        also if there is neither."""
+        gone = await editions.withdrawn(model, self.lora_name, by)
+        if gone and self.lora_name not in model.fleet.adapters:
+            return
+        try:
             await publish(model, Publication.model_construct(without=[LORA + self.lora_name]), by)
+        except HttpError as error:
+            if not gone or error.code != "bad_part":  # a version that was before may have had it
+                raise
 
 
 async def publish(

@@ -238,6 +238,12 @@ def editions(gateway: RunningGateway) -> list[str]:
     return [record.full_name for record in readable({kv.key: kv.value for kv in found})]
 
 
+def parts(gateway: RunningGateway, version: int) -> list[str]:
+    found = gateway.store.get(KEYS.version(version))
+    assert found is not None
+    return [part.name for part in VersionRecord.from_json(found.value).parts]
+
+
 @pytest.mark.parametrize("prefix", ["/v1", "/skyrl/v1", ""])
 async def test_an_adapter_is_an_edition(gateway: RunningGateway, tmp_path: Path, prefix: str) -> None:
     """vLLM's routes, which TRL asks, SkyRL's own for loading, and SGLang's, which prime-rl asks too. Nothing is
@@ -259,6 +265,19 @@ async def test_an_adapter_is_an_edition(gateway: RunningGateway, tmp_path: Path,
         for wrong in (*wrongs, {"lora_path": str(tmp_path / "no")}):
             assert (await client.post(load, json=named | wrong)).status_code in (400, 422)
         assert (toy.committed, editions(gateway)) == ([1], [])
+
+
+async def test_an_adapter_goes_as_an_edition_and_as_a_part(gateway: RunningGateway, tmp_path: Path) -> None:
+    """Were the part to stay, requests for the name would go on through it."""
+    toy, place = Toy(), adapter(tmp_path / "adapter")
+    async with participating(gateway, toy), Client(gateway) as client:
+        await first_version(gateway, client, tmp_path)
+        assert (await client.call("/admin/weights", {"path": place, "part": "lora/mine"}))[0] == 200
+        for last in (3, 3):  # the second time version 2 still had the part, and version 3 does not
+            body = {"lora_name": "mine", "lora_path": place}
+            assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+            assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "mine"})).status_code == 200
+            assert (len(toy.committed), parts(gateway, toy.committed[-1]), editions(gateway)) == (last, [], [])
 
 
 async def test_an_adapter_that_an_instance_refuses_leaves_the_one_before(
