@@ -142,7 +142,10 @@ async def test_an_operator_shifts_the_share_and_withdraws(served: RunningGateway
     status, shifted = await control(served, "PUT", "/editions/9?reason=good", percent=100.0)
     assert (status, shifted["percent"]) == (200, 100.0)
     await eventually(lambda: fleet.editions.find("math") == "math@9")
-    for percent in (0, 101, "9"):
+    assert (await control(served, "PUT", "/editions/9?reason=trial", percent=0))[0] == 200
+    await eventually(lambda: fleet.editions.find("math") == "math@7")
+    assert fleet.editions.find("math@9") == "math@9", "an edition on trial is for those that pin it"
+    for percent in (-1, 101, "9"):
         status, _ = await control(served, "PUT", "/editions/9", percent=percent)
         assert status in (400, 422)
     assert (await control(served, "DELETE", "/editions/9"))[0] == 200
@@ -151,7 +154,7 @@ async def test_an_operator_shifts_the_share_and_withdraws(served: RunningGateway
     assert (status, missing["code"]) == (404, "unknown_edition")
     _, told = await control(served, "GET", "/ledger")
     assert sorted((e["action"], e["subject"], e["reason"]) for e in told["entries"]) == [
-        ("split", "math@9", "good"), ("withdraw", "math@9", ""),
+        ("split", "math@9", "good"), ("split", "math@9", "trial"), ("withdraw", "math@9", ""),
     ]  # fmt: skip
 
 
