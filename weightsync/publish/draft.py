@@ -66,7 +66,7 @@ class Draft:
         self._writer = SlotWriter(claim.lock, claim.mapping, schema, layout, rank=0)
         self._open = True
         self._published: PartRecord | None = None  # what `spread` has made of it
-        self.edition: tuple[float, int, float | None] = (100.0, 3, None)  # its share in percent, `keep`, `max_age_s`
+        self.edition: tuple[float, int, float | None] | None = None  # percent, `keep`, `max_age_s`; None: of a version
         self.signature = ""  # of who made the tensors elsewhere; without one, the publisher's own key signs
 
     @property
@@ -127,8 +127,10 @@ class Draft:
         return commit_all([self], others, within_s=timeout_s if activate else None)
 
     def commit_edition(self) -> int:
-        """Make the adapter an edition, which no swap brings; returns its number. Raises as `commit`."""
+        """Make the adapter of `Publisher.begin_edition` an edition; returns its number. Raises as `commit`."""
         self._require_open()
+        if self.edition is None:
+            raise PublishError("this draft is of a version: call `commit`")
         try:
             claim, part = self._claim, self._finish([])
             self._publisher._make_edition(claim.record, claim.revision, part, *self.edition)
@@ -229,6 +231,8 @@ def commit_all(drafts: Sequence[Draft], others: list[Mapping[str, Any]], *, with
     first = drafts[0]
     for draft in drafts:
         draft._require_open()
+    if any(draft.edition is not None for draft in drafts):
+        raise PublishError("this draft is of an edition: call `commit_edition`")
     try:
         published = [draft._finish(others if draft is first else []) for draft in drafts]
         claim, schemas = first._claim, {draft.part: draft.schema for draft in drafts}

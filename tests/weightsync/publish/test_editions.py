@@ -16,6 +16,7 @@ from weightsync import Adapter, Publisher, SlotReader
 from weightsync.control.editions import EditionRecord, drawn, outdated, split_name
 from weightsync.control.parts import ADAPTER_CONFIG
 from weightsync.errors import PublishError, StalePublisher
+from weightsync.publish.publisher import as_schema
 from weightsync.push import push_edition
 
 
@@ -116,6 +117,21 @@ def test_an_edition_that_cannot_be_is_refused(publisher: Publisher, given: dict[
     with pytest.raises(PublishError, match=says):
         publisher.publish_edition(**{"name": "math", "adapter": adapter(1.0), **given})
     assert numbers(publisher) == []
+    assert len(publisher.versions()) == 1
+
+
+def test_a_draft_is_committed_as_it_was_begun(publisher: Publisher) -> None:
+    publisher.publish(model(), activate=False)
+    schema = as_schema([("a.lora_A.weight", np.dtype(np.float32), (2, 4))])
+    (version,) = publisher.begin_all({"lora/math": (schema, adapter(1.0).metadata)})
+    with version, pytest.raises(PublishError, match="call `commit`"):
+        version.commit_edition()
+    with publisher.begin_edition("math", schema, adapter(1.0).metadata) as draft:
+        with pytest.raises(PublishError, match="call `commit_edition`"):
+            draft.commit()
+        draft.write("a.lora_A.weight", np.ones((2, 4), np.float32))
+        assert draft.commit_edition() == draft.version
+    assert numbers(publisher) == [draft.version]
     assert len(publisher.versions()) == 1
 
 
