@@ -67,7 +67,7 @@ class Editions:
         self._refused: dict[str, tuple[float, Problem]] = {}  # until when a request is told so without another try
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._building = asyncio.Lock()  # one at a time, so that loading takes one core from the running steps
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Problem | None]] = set()
 
     async def follow(self, store: Store) -> None:
         """Know the store's editions, for as long as it runs; while the store is away, those of before."""
@@ -116,18 +116,25 @@ class Editions:
         building = asyncio.create_task(self._build(record))
         self._tasks.add(building)
         building.add_done_callback(self._tasks.discard)
+        if (found := await asyncio.shield(building)) is not None:  # a client that goes leaves nothing half built
+            raise found.with_traceback(None)
+
+    async def _build(self, record: EditionRecord) -> Problem | None:
+        """The refusal, if it cannot be loaded. It is kept, also if the client has gone meanwhile."""
         try:
-            await asyncio.shield(building)  # a client that goes meanwhile leaves nothing half built
+            await self._have(record)
         except WeightSyncError as error:
+            name = record.full_name
             log.error("the edition %s cannot be served: %s", name, error)
             # Not 503, unless engine or store are away: by that the gateway takes an instance for ill, adapters apart.
             status = 503 if error.code in ENGINE_FAULTS or isinstance(error, StoreError) else 422
             problem = Problem(f"The adapter {name} cannot be served: {error}", status=status, code=error.code)
             self._refused = {each: kept for each, kept in self._refused.items() if each in self._known}
             self._refused[name] = (time.monotonic() + REFUSED_S, problem)
-            raise problem from error
+            return problem
+        return None
 
-    async def _build(self, record: EditionRecord) -> None:
+    async def _have(self, record: EditionRecord) -> None:
         """Raises EngineError, PeerError, StoreUnavailable, and what a signature is refused with."""
         store, host = self._store, this_host()
         assert store is not None, "an edition is known from the store"

@@ -22,7 +22,7 @@ from tests.weightsync.test_signing import pair
 from weightsync import Adapter, Publisher, SyncStore, ensure_arena, open_store
 from weightsync.control.editions import EditionRecord, key_of
 from weightsync.control.records import CounterRecord, Keys
-from weightsync.errors import EngineError
+from weightsync.errors import EngineError, StoreUnavailable
 from weightsync.signing import Trust
 
 KEYS = Keys("demo")
@@ -35,8 +35,9 @@ class Engine:
         self.calls: list[str] = []
         self.refuses: set[str] = set()
         self.others: set[str] = set()  # adapters that vLLM has from elsewhere
-        self.go = asyncio.Event()
+        self.go, self.may_drop = asyncio.Event(), asyncio.Event()
         self.go.set()
+        self.may_drop.set()
 
     hosts = ("",)
 
@@ -48,6 +49,7 @@ class Engine:
 
     async def drop_edition(self, name: str) -> None:
         self.calls.append(f"drop {name}")
+        await self.may_drop.wait()
 
     def answers_to(self, name: str) -> bool:
         return name in self.loaded or name in self.others
@@ -122,6 +124,35 @@ async def test_the_one_asked_for_longest_ago_makes_room(editions: Editions, engi
     assert len(engine.loaded) == 2
 
 
+async def test_one_that_is_used_takes_no_room_from_the_others(
+    editions: Editions, engine: Engine, store: SyncStore
+) -> None:
+    put(store, "a@1", "b@2", "c@3")
+    async with editions.using("a@1"):
+        await use(editions, "b@2")
+        await use(editions, "c@3")
+        assert engine.loaded == {"a@1", "c@3"}
+
+
+async def test_a_request_that_comes_while_others_go_keeps_its_own(
+    editions: Editions, engine: Engine, store: SyncStore
+) -> None:
+    put(store, "a@1", "b@2", "c@3")
+    await use(editions, "a@1")
+    await use(editions, "b@2")
+    for name, number in (("a", 1), ("b", 2)):
+        store.delete(key_of(KEYS, name, number))
+    await eventually(lambda: editions._known.keys() == {"c@3"})
+    engine.may_drop.clear()
+    asking = asyncio.create_task(use(editions, "c@3"))
+    await eventually(lambda: engine.calls[-1] == "drop a@1")
+    async with editions.using("b@2"):
+        engine.may_drop.set()
+        await asking
+        assert "b@2" in engine.loaded
+    assert engine.loaded == {"c@3"}
+
+
 async def test_a_withdrawn_one_goes_with_its_last_request(editions: Editions, engine: Engine, store: SyncStore) -> None:
     put(store, "math@7", "math@8")
     await use(editions, "math@8")
@@ -170,6 +201,22 @@ async def test_one_that_a_worker_refuses_is_tried_again_after_a_while(
     assert engine.calls == ["load math@7", "load math@7"]
 
 
+async def test_a_store_that_is_away_is_no_fault_of_the_edition(
+    editions: Editions, engine: Engine, store: SyncStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another instance may have it, so the gateway is to try there."""
+    put(store, "math@7")
+
+    async def away(*_: object) -> None:
+        raise StoreUnavailable("store.db", "away", "Wait")
+
+    monkeypatch.setattr("server.instance.editions.wait_for_edition", away)
+    with pytest.raises(Problem, match="math@7 cannot be served") as found:
+        await use(editions, "math@7")
+    assert found.value.status == 503
+    assert engine.calls == []
+
+
 async def test_a_client_that_goes_leaves_nothing_half_loaded(
     editions: Editions, engine: Engine, store: SyncStore
 ) -> None:
@@ -187,6 +234,23 @@ async def test_a_client_that_goes_leaves_nothing_half_loaded(
     await eventually(lambda: "math@7" not in editions._known)
     await use(editions, "math@8")
     assert engine.loaded == {"math@8"}
+
+
+async def test_a_refusal_is_kept_for_the_next_client_when_the_first_has_gone(
+    editions: Editions, engine: Engine, store: SyncStore
+) -> None:
+    put(store, "math@7")
+    engine.refuses = {"math@7"}
+    engine.go.clear()
+    asking = asyncio.create_task(use(editions, "math@7"))
+    await eventually(lambda: engine.calls == ["load math@7"])
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    engine.go.set()
+    await eventually(lambda: not editions._tasks)
+    with pytest.raises(Problem, match="cannot be served: rank 99"):
+        await use(editions, "math@7")
+    assert engine.calls == ["load math@7"]
 
 
 async def test_an_adapter_with_such_a_name_from_elsewhere_is_left_alone(editions: Editions, engine: Engine) -> None:
