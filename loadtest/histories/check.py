@@ -10,6 +10,8 @@ Its writes go through `Rules`. Its requests are compared with what each instance
              of one before its `min_version`
     labels   the spans of a whole answer, and of its prompt, begin at 0, follow one another, and cover all tokens
     adapter  the versions of an answer through an adapter have that adapter
+    edition  an answer through an edition is through one that was published, of the adapter that was asked for, and of
+             the number where one was
     tokens   a token is the one that its version always answers, where that is known of it
     ended    a request is answered or fails with a typed error, unless its client leaves or the history has an excuse
     stuck    a swap leaves each phase in the time that a leader gives it, or STUCK_S later
@@ -25,7 +27,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from typing import Any
 import orjson
 
 from loadtest.histories.rules import Rules, Violation
+from weightsync.control.editions import EditionRecord, prefix_of, split_name
 from weightsync.control.parts import LORA
 from weightsync.control.records import InstanceRecord, Keys, VersionRecord
 from weightsync.control.state import in_flight, phase_of, phase_s
@@ -82,6 +85,7 @@ class Model:
         self.keys, self._says = Keys(name), says
         # Of each version that is ready, and since when: a store that was restored gives numbers anew.
         self.parts: dict[int, list[tuple[float, set[str]]]] = {}
+        self.editions: dict[str, set[int]] = {}  # the numbers that there ever were of each adapter
         self.answers: dict[int, int] = {}  # the token of a version that always answers the same
         self.tenures: dict[str, list[Tenure]] = {}
         self.wrong: list[Contradiction] = []
@@ -152,6 +156,9 @@ class Model:
             if record.id in names:
                 self._follow(record, line)
         for key in keys:
+            if key.startswith(prefix_of(self.keys)) and key in self.rules.found:
+                edition = EditionRecord.from_json(self.rules.found[key])
+                self.editions.setdefault(edition.name, set()).add(edition.number)
             if key.startswith(self.keys.versions) and key in self.rules.found:
                 version = VersionRecord.from_json(self.rules.found[key])
                 if version.state == "ready":
@@ -242,21 +249,34 @@ class Checker:
         excused = any(e["server"] == said["server"] and _meet(said, e["began"], e["ended"]) for e in self.excuses)
         if outcome == "untyped" or (outcome == "cut" and not excused):
             yield Contradiction("ended", f"{outcome} {code}".strip(), (line,))
-        model, adapter = self.models.get(said["model"]), ""
-        if model is None and (bases := [m for m in self.models.values() if m.has(LORA + said["model"])]):
-            model, adapter = bases[0], LORA + said["model"]
-        elif model is None and len(self.models) == 1:  # an answer that broke off before it said whose it was
-            (model,) = self.models.values()
+        model, adapter = self._model(said["model"])
+        seen = model if model is not None and not any(_meet(said, *gap) for gap in model.gaps) else None
+        if seen is not None and split_name(said["model"])[1] is not None:
+            yield from _edition(line, seen.editions)
         for choice in said["choices"]:
             if outcome == "answered":
                 yield from _labels(line, choice, said["length"])
             yield from _bound(line, choice, said["asked"])
             if model is not None and adapter:
                 yield from _adapter(line, choice, model, adapter)
-            if model is not None and not any(_meet(said, *gap) for gap in model.gaps):
-                yield from _order(line, choice, model)
+            if seen is not None:
+                yield from _order(line, choice, seen)
             if model is not None and said["length"] is not None:
                 yield from _tokens(line, choice, model.answers)
+
+    def _model(self, name: str) -> tuple[Model | None, str]:
+        """The model that an answer is of by the name in it, and the part that it came through, "" for none."""
+        if (model := self.models.get(name)) is not None:
+            return model, ""
+        adapter, number = split_name(name)
+        for model in self.models.values():
+            if number is not None and adapter in model.editions:
+                return model, ""
+            if model.has(LORA + name):
+                return model, LORA + name
+        if len(self.models) == 1:  # of an answer that broke off before it said whose it was
+            return next(iter(self.models.values())), ""
+        return None, ""
 
 
 def check(paths: Iterable[Path], says: Says = lambda _: None) -> list[Contradiction]:
@@ -294,6 +314,15 @@ def _adapter(line: Line, choice: Mapping[str, Any], model: Model, adapter: str) 
     lacking = [v for v in _versions(choice["spans"]) if model.lacks(adapter, v, line.said["at"])]
     if lacking:
         yield Contradiction("adapter", f"versions {lacking}, which do not have {adapter}", (line,))
+
+
+def _edition(line: Line, editions: Mapping[str, Set[int]]) -> Iterator[Contradiction]:
+    answered, asked = line.said["model"], line.said["named"]
+    adapter, number = split_name(answered)
+    if number not in editions.get(adapter, ()):
+        yield Contradiction("edition", f"{answered}, which was never published", (line,))
+    if asked not in ("", answered, adapter):
+        yield Contradiction("edition", f"{answered} in an answer to {asked}", (line,))
 
 
 def _labels(line: Line, choice: Mapping[str, Any], length: int | None) -> Iterator[Contradiction]:

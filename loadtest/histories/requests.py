@@ -1,6 +1,7 @@
 """The outcome of a request, read from the bytes of its answer: the versions of its tokens, and how it ended.
 
-A request is one line of a history: `asked` is what it asks of swaps (policy, version, min_version), `outcome` is
+A request is one line of a history: `named` is the model that it asks for ("": its body is not known), `model` is the
+one that answers, `asked` is what it asks of swaps (policy, version, min_version), `outcome` is
 
     answered    whole, and with its last event
     refused     with an error that has a message, a type and a code, at once or in its middle; `code` is that
@@ -158,8 +159,9 @@ class _Tap:
         url, body = self.request.url, _body(self.request)
         log.write(
             "request", began=self.began, server=url.netloc.decode(), route=url.path, status=self.status,
-            model=answer.model, asked=_asked(self.request, body), length=_length(body), outcome=answer.outcome,
-            code=answer.code, choices=[choice.shown() for choice in answer.choices.values()],
+            model=answer.model, named=str(body.get("model", "")), asked=_asked(self.request, body),
+            length=_length(body), outcome=answer.outcome, code=answer.code,
+            choices=[choice.shown() for choice in answer.choices.values()],
         )  # fmt: skip
 
     def fail(self, error: BaseException) -> None:

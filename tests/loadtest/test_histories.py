@@ -22,7 +22,9 @@ from loadtest.histories.recorder import Log, Recorder
 from loadtest.histories.requests import Answer, Outcome
 from tests.live import LOGS
 from tests.waiting import wait_until
+from weightsync.control.editions import EditionRecord, key_of
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, LeaderRecord, SwapRecord, VersionRecord
+from weightsync.control.strict_json import Record
 from weightsync.store import SyncStore
 
 REAL = Path(__file__).with_name("history.jsonl")
@@ -109,6 +111,14 @@ def adapted(lines: Lines) -> None:
     asked(lines, 0).update(model="style")
 
 
+def edition(lines: Lines, answered: str, named: str, *published: int) -> None:
+    """The first request named an adapter and was answered through an edition of it; others than that may be there."""
+    for number in published:
+        record = EditionRecord("tuned", number, "", "", 0, "p", 0.0)
+        append(lines, key_of(KEYS, "tuned", number), orjson.loads(record.to_json()))
+    asked(lines, 0).update(model=answered, named=named)
+
+
 LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
     ("phases", "from prepare to done", lambda h: written(h, KEYS.swap, phase="canary").update(phase="done")),
     ("phases", "two swaps at once", lambda h: written(h, KEYS.swap, phase="canary").update(id="other")),
@@ -144,6 +154,9 @@ LIES: list[tuple[str, str, Callable[[Lines], object]]] = [
     ("labels", "with spans", lambda h: spans(h, 0, 1, 1)),
     ("labels", "1 tokens", lambda h: asked(h, 0)["choices"][0].update(tokens=[[100, 1]])),
     ("adapter", "versions [1], which do not have lora/style", adapted),
+    ("edition", "tuned@7, which was never", lambda h: edition(h, "tuned@7", "tuned", 6, 8)),
+    ("edition", "tuned@7 in an answer to tuned@6", lambda h: edition(h, "tuned@7", "tuned@6", 6, 7)),
+    ("edition", "tuned@7 in an answer to m", lambda h: edition(h, "tuned@7", "m", 7)),
     ("tokens", "{104} of version 2", lambda h: asked(h, 1)["choices"][0].update(tokens=[[104, 3]])),
     ("labels", "of 9", lambda h: asked(h, 0).update(length=9)),
     ("ended", "cut ReadError", cut),
@@ -173,10 +186,35 @@ def test_what_is_allowed(lines: Lines, tmp_path: Path) -> None:
     began, server = asked(lines, 0)["began"], asked(lines, 0)["server"]
     spans(lines, ROLLBACK, 2, 1)
     asked(lines, ROLLBACK)["choices"][0]["resumed"] = 1
-    lines.append({"kind": "excuse", "at": 200.0, "began": began, "ended": began, "server": server})
+    excuse = {"kind": "excuse", "at": 200.0, "began": began, "ended": began, "server": server}
+    lines.append(excuse)
     assert checked(lines, tmp_path) == []
-    lines[-1]["server"] = "another"
+    for named in ("tuned", "tuned@7", ""):
+        edition(lines, "tuned@7", named, 7)
+        assert checked(lines, tmp_path) == []
+    append(lines, key_of(KEYS, "tuned", 7), None)
+    lines[-1]["revision"] += 1
+    assert checked(lines, tmp_path) == [], "it may have been withdrawn since"
+    excuse["server"] = "another"
     assert [found.split(":")[0] for found in checked(lines, tmp_path)] == ["ended"]
+
+
+def test_a_swap_may_wait_for_the_first_instance(tmp_path: Path) -> None:
+    """A model may be published days before an instance starts."""
+    lines: Lines = [{"kind": "found", "at": 100.0, "model": "m", "revision": 1, "records": {}}]
+    active = ActiveRecord(1, 1, None, "s", 0.0)
+    for at, phase in ((101.0, "prepare"), (102.0, "commit"), (102.0 + 86400, "done")):
+        swap = SwapRecord("s", 1, phase, (), 161.0, 101.0)
+        puts: dict[str, Record] = {KEYS.leader: LeaderRecord("g", at), KEYS.swap: swap}
+        for key, record in (puts | ({KEYS.active: active} if phase == "commit" else {})).items():
+            append(lines, key, orjson.loads(record.to_json()))
+            lines[-1] |= {"at": at, "revision": at}
+        if phase == "prepare":  # the leader was there before
+            lines[0]["records"] = {KEYS.leader: lines[1]["value"]}
+    assert checked(lines, tmp_path) == []
+    lines[-1]["value"]["participants"] = lines[2]["value"]["participants"] = ["a"]
+    lines[4]["value"]["participants"] = ["a"]
+    assert [found.split(":")[0] for found in checked(lines, tmp_path)] == ["stuck"]
 
 
 def test_a_gap_is_not_held_against_anybody(lines: Lines, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ has run it (`untried`). If the version turns out to be one that no instance can 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -177,7 +178,10 @@ def phase_of(swap: SwapRecord | None) -> tuple[str, ...]:
 
 
 def phase_s(swap: SwapRecord) -> float:
-    """How many seconds the phase of a swap in flight may last, under each leader anew; with turns, each turn."""
+    """How many seconds the phase of a swap in flight may last, under each leader anew; with turns, each turn. Infinite
+    while it waits for an instance to come."""
+    if untried(swap):
+        return math.inf
     if swap.phase == "prepare":
         return swap.deadline - swap.opened_at
     if swap.changes:
