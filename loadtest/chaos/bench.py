@@ -30,8 +30,10 @@ from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
 from loadtest.measure.run import with_machine
 from loadtest.models.checkpoints import TINY_SHAPE
 from server.up import interrupts
+from weightsync.control.editions import EditionRecord, prefix_of
 from weightsync.control.records import Keys
 from weightsync.dying import with_me
+from weightsync.peer.copies import parsed
 from weightsync.store import SyncStore
 
 STOP_S = 120.0
@@ -160,9 +162,17 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
 
 
 def _held(layout: Layout) -> report.Held:
+    records, editions, slots = dict[str, int](), dict[str, int](), set[str]()
     with contextlib.closing(SyncStore(layout.store, create=False)) as store:
-        records = {placed.model: len(store.list(Keys(placed.model).root)[0]) for placed in layout.models}
-    return report.Held(layout.descriptors(), pools(layout.memory), records)
+        for model in (placed.model for placed in layout.models):
+            keys = Keys(model)
+            found = store.list(keys.root)[0]
+            mine = [EditionRecord.from_json(kv.value) for kv in found if kv.key.startswith(prefix_of(keys))]
+            digests = {edition.manifest_digest for edition in mine}
+            copies = [copy for copy in parsed(keys, store.list(keys.copies)[0]) if copy.digest in digests]
+            slots |= {edition.slot for edition in mine} | {str(layout.arena(copy.host) / copy.slot) for copy in copies}
+            records[model], editions[model] = len(found) - len(mine), len(mine)
+    return report.Held(layout.descriptors(), pools(layout.memory, slots), records, editions)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,26 @@ from typing import Any, BinaryIO, Literal
 import httpx
 import orjson
 
-from loadtest.chaos.models import ADAPTERS, ALIAS, FIRST, FIRST_TOKEN, SECOND, answerers, badness, token_of
+from loadtest.chaos.models import (
+    ADAPTERS,
+    ALIAS,
+    FIRST,
+    FIRST_TOKEN,
+    SECOND,
+    answerers,
+    answers_for,
+    badness,
+    base_of,
+    flawed,
+    is_adapter,
+    one_of,
+    token_of,
+)
 from loadtest.histories.recorder import Log
 from loadtest.histories.requests import Answer, Choice, Outcome, tap
+from weightsync.control.editions import MARK, split_name
 
-Problem = Literal["wrong", "foreign"]
+Problem = Literal["wrong", "foreign", "flawed"]
 
 
 @dataclass(frozen=True)
@@ -39,15 +54,16 @@ class Wish:
 
 
 def problems(choice: Choice, by: str, wish: Wish, asked: str) -> list[tuple[Problem, str]]:
-    """The faults of its tokens, as far as they arrived. `asked`: model or alias; `by`: the model that it
-    names, "" if it broke off before. The history shows the faults of its labels (loadtest/histories)."""
-    foreign: list[tuple[Problem, str]] = []
-    by = ADAPTERS[asked] if by == asked and asked in ADAPTERS else by
-    if by and by not in answerers(asked):
-        foreign = [("foreign", f"an answer of {by} to a request for {asked}")]
+    """The faults of its tokens, as far as they arrived. `asked`: model, alias or adapter; `by`: the model or edition
+    that it names, "" if it broke off before. The history shows the faults of its labels (loadtest/histories)."""
+    found: list[tuple[Problem, str]] = []
+    if by and not answers_for(by, asked):
+        found.append(("foreign", f"an answer of {by} to a request for {asked}"))
+    if (edition := split_name(by)[1]) is not None and flawed(edition):
+        found.append(("flawed", f"an answer through {by}, which is not finite"))
     # Until an answer of an alias says whose it is, its tokens must be of one of its models.
-    models = (by,) if by in FIRST_TOKEN else answerers(asked)
-    return [*foreign, *min(([*_wrong(choice, wish, model)] for model in models), key=len)]
+    models = (base_of(by),) if base_of(by) in FIRST_TOKEN else answerers(asked)
+    return [*found, *min(([*_wrong(choice, wish, model)] for model in models), key=len)]
 
 
 def _wrong(choice: Choice, wish: Wish, model: str) -> Iterable[tuple[Problem, str]]:
@@ -75,11 +91,12 @@ def _wrong(choice: Choice, wish: Wish, model: str) -> Iterable[tuple[Problem, st
 FINISH_S, WAIT_S = 5.0, 5.0
 LONGEST = 300  # tokens: some answers last over a swap
 BEAMS = 0.1  # of the questions
+EDITION, BY_NAME, STRAY = "edition", 0.6, 0.2  # of the questions for an edition; of those by number
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request, whichever gateway is asked. `model` is a model or an alias."""
+    """A request, whichever gateway is asked. `model` is a model, an alias or an adapter."""
 
     model: str
     route: str
@@ -159,10 +176,21 @@ async def attempt(http: httpx.AsyncClient, gateway: int, question: Question, ask
     return made
 
 
-def drawn(chance: random.Random, seen: Mapping[str, int]) -> Question:
-    """A question at random; `seen` is the last version in an answer of each model. An alias has none of its own."""
-    model = chance.choices((FIRST, SECOND, ALIAS, *ADAPTERS), (5, 3, 2, 1, 1))[0]
-    newest = seen.get(model)
+def _edition(chance: random.Random, numbers: Mapping[str, int]) -> str:
+    """An adapter with editions, or one of its editions by number, which has answered or may never have existed."""
+    name = one_of(chance.choice((FIRST, SECOND)), chance)
+    if chance.random() < BY_NAME or name not in numbers:
+        return name
+    return f"{name}{MARK}{numbers[name] + (chance.randint(-3, 3) if chance.random() < STRAY else 0)}"
+
+
+def drawn(chance: random.Random, seen: Mapping[str, int], numbers: Mapping[str, int]) -> Question:
+    """A question at random. `seen` is the last version in an answer of each model, which an alias has not; `numbers` is
+    the last edition of each adapter that was heard of."""
+    model = chance.choices((FIRST, SECOND, ALIAS, *ADAPTERS, EDITION), (5, 3, 2, 1, 1, 5))[0]
+    if model == EDITION:
+        model = _edition(chance, numbers)
+    newest = seen.get(base_of(model))
     wish = Wish(chance.choices(("keep", "recompute", "finish", "abort"), (50, 15, 20, 15))[0])
     if newest is not None and wish.policy == "keep" and chance.random() < 0.4:
         wish = Wish(min_version=newest)
@@ -180,6 +208,11 @@ def drawn(chance: random.Random, seen: Mapping[str, int]) -> Question:
     )
 
 
+def _gone(made: Attempt) -> bool:
+    """Whether the adapter is not there, or never will be served, so that the question is given up."""
+    return is_adapter(made.model) and made.status in (404, 422)
+
+
 TIMEOUT = httpx.Timeout(45.0, connect=3.0)  # longer than a gateway lets an instance be silent
 THINK_S = (0.05, 0.4)
 LONGEST_PAUSE_S = 2.0
@@ -187,18 +220,19 @@ LONGEST_PAUSE_S = 2.0
 
 @dataclass
 class Client:
-    """One at a time. `urls` are the gateways, one on each host."""
+    """One at a time. `urls` are the gateways, one on each host. `numbers`: see `drawn`; all clients learn from all."""
 
     urls: list[str]
     chance: random.Random
     file: BinaryIO
     at: int
+    numbers: dict[str, int]
     newest: dict[str, int] = field(default_factory=dict)
     connections: dict[int, httpx.AsyncClient] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            await self._until_answered(drawn(self.chance, self.newest), stop)
+            await self._until_answered(drawn(self.chance, self.newest, self.numbers), stop)
             await asyncio.sleep(self.chance.uniform(*THINK_S))
         for http in self.connections.values():
             await http.aclose()
@@ -208,12 +242,17 @@ class Client:
         while True:
             made = await attempt(self._http(), self.at, question, asked)
             self.file.write(made.line())
-            if made.version is not None and made.by is not None:
-                self.newest[made.by] = made.version
-            if made.outcome == "answered" or stop.is_set() or (made.status == 404 and question.model in ADAPTERS):
+            self._learn(made)
+            if made.outcome == "answered" or stop.is_set() or _gone(made):
                 return
             question = self._next(question, made)
             await asyncio.sleep(min(LONGEST_PAUSE_S, made.retry_after or 0.2))
+
+    def _learn(self, made: Attempt) -> None:
+        if made.by is not None and made.version is not None:
+            name, number = split_name(made.by)
+            self.newest[base_of(made.by)] = made.version
+            self.numbers |= {name: number} if number is not None else {}
 
     def _next(self, question: Question, made: Attempt) -> Question:
         """The same question; what was bound to a version that may be gone for ever is bound to none."""
@@ -232,7 +271,8 @@ async def main(seed: int, count: int, path: str, history: str, urls: list[str]) 
     stop, log = asyncio.Event(), Log(Path(history))
     tap(lambda _: log)
     with open(path, "wb", buffering=0) as file:  # noqa: ASYNC230 - a line at a time, into the page cache
-        clients = [Client(urls, random.Random(f"{seed} {n}"), file, n % len(urls)) for n in range(count)]
+        numbers = dict[str, int]()
+        clients = [Client(urls, random.Random(f"{seed} {n}"), file, n % len(urls), numbers) for n in range(count)]
         tasks = [asyncio.create_task(client.run(stop)) for client in clients]
         await asyncio.to_thread(sys.stdin.readline)
         stop.set()

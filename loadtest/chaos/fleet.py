@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,14 +155,24 @@ class Supervised:
         return self._process.pid
 
 
-NAMESPACE = "chaos"
+NAMESPACE, HOST = "chaos", "h"
 COUNT = 3
 PUBLIC, ADMIN = 8000, 8002
 INSTANCE, PEER = 8010, 8020  # and one more for each model
 DRAIN_S = 2.0  # what an instance that was told to leave goes on for: many an answer takes longer, and is handed on
 CHUNK = 64 << 10  # so that a version of a tiny model is several chunks
 READ_TIMEOUT_S = 20.0  # how long a gateway lets an instance be silent
-VLLM_ARGS = ("--max-model-len", "512", "--max-num-seqs", "16", "--enable-lora", "--max-loras", "1")
+VLLM_ARGS = (
+    "--max-model-len",
+    "512",
+    "--max-num-seqs",
+    "16",
+    "--enable-lora",
+    "--max-loras",
+    "2",
+    "--max-cpu-loras",
+    "8",
+)
 ARENAS = Path("/dev/shm")  # noqa: S108 - as arenas are
 PREFIX = "hotswap-chaos-"
 
@@ -198,6 +208,10 @@ class Layout:
     @property
     def _models_file(self) -> Path:
         return self._work / "models.yaml"
+
+    def arena(self, name: str) -> Path:
+        """That of the host with this name."""
+        return self.memory / f"arena{name.removeprefix(HOST)}"
 
     @property
     def snapshot(self) -> Path:
@@ -280,9 +294,9 @@ class Layout:
     def _environment(self, host: int) -> dict[str, str]:
         """As on a host of its own. vLLM's engine core meets its API server on loopback."""
         return {
-            "HOTSWAP_HOST": f"h{host}",
+            "HOTSWAP_HOST": f"{HOST}{host}",
             "HOTSWAP_STORE": self.etcd.url(NAMESPACE, first=host),
-            "HOTSWAP_ARENA": str(self.memory / f"arena{host}"),
+            "HOTSWAP_ARENA": str(self.arena(f"{HOST}{host}")),
             "HOTSWAP_CLUSTER_TLS": str(self.tls),
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -320,9 +334,10 @@ class Layout:
             (self.memory / directory).mkdir(mode=0o700)
 
 
-def pools(memory: Path) -> dict[str, int]:
-    """How many slots each pool of each arena below `memory` has, by arena and pool."""
-    files = [path for path in memory.glob("arena*/*") if path.name.rpartition("-")[2].isdecimal()]
+def pools(memory: Path, but: Container[str] = ()) -> dict[str, int]:
+    """How many slots each pool of each arena below `memory` has, by arena and pool; `but` those with these paths."""
+    there = (path for path in memory.glob("arena*/*") if str(path) not in but)
+    files = [path for path in there if path.name.rpartition("-")[2].isdecimal()]
     return dict(sorted(Counter(f"{path.parent.name}/{path.name.rpartition('-')[0]}" for path in files).items()))
 
 

@@ -1,15 +1,20 @@
-"""The models of the fleet: two and an alias, where they run, and what their versions answer."""
+"""The models of the fleet: two, an alias and their adapters, where they run, and what their versions answer."""
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weightsync.control.editions import split_name
+
 FIRST, SECOND, ALIAS = "alpha", "beta", "either"
 ALIASES: Mapping[str, tuple[str, ...]] = {ALIAS: (SECOND, FIRST)}  # the second has fewer instances, so it is missed
 ADAPTERS: Mapping[str, str] = {"style": FIRST, "tone": SECOND}  # and their bases, whose answers they do not change
+EDITIONS, KEPT = 50, 2  # of a model: the adapters with editions, and the newest editions of each that stay
+POPULAR = 5  # of these, which are published and asked for as often as all others
 FIRST_TOKEN: Mapping[str, int] = {FIRST: 100, SECOND: 200}
 CHECKPOINTS = 4
 BAD_EVERY = 8
@@ -30,9 +35,46 @@ def badness(version: int) -> Bad | None:
     return kinds[version // BAD_EVERY % len(kinds)] if version % BAD_EVERY == BAD_EVERY - 1 else None
 
 
+def flawed(edition: int) -> bool:
+    """Whether the edition with this number is not finite, so that no instance may serve it. Its overflow would show in
+    answers alone, so an edition has none."""
+    return badness(edition) in REFUSED
+
+
+def editions_of(model: str) -> tuple[str, ...]:
+    """The adapters of the model that have editions. None of them changes what the model answers."""
+    return tuple(f"{model}-{n:02d}" for n in range(EDITIONS))
+
+
+def one_of(model: str, chance: random.Random) -> str:
+    """One of these adapters."""
+    return chance.choice(editions_of(model)[: chance.choice((POPULAR, EDITIONS))])
+
+
+_EDITIONS = {name: model for model in FIRST_TOKEN for name in editions_of(model)}
+_BASES = {**ADAPTERS, **_EDITIONS}
+
+
+def base_of(name: str) -> str:
+    """The model that answers for an adapter or an edition; else the name itself."""
+    return _BASES.get(split_name(name)[0], name)
+
+
+def is_adapter(name: str) -> bool:
+    return base_of(name) != name
+
+
 def answerers(name: str) -> tuple[str, ...]:
     """The models, by name, that may answer a request for that name."""
-    return ALIASES.get(name, (ADAPTERS.get(name, name),))
+    return ALIASES.get(name, (base_of(name),))
+
+
+def answers_for(by: str, asked: str) -> bool:
+    """Whether an answer that names `by` may be one to a request for `asked`."""
+    (adapter, number), (answered, by_number) = split_name(asked), split_name(by)
+    if adapter in _EDITIONS:
+        return answered == adapter and by_number is not None and number in (None, by_number)
+    return by in answerers(asked) or (asked in ADAPTERS and by == asked)
 
 
 @dataclass(frozen=True)

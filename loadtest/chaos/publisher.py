@@ -5,7 +5,9 @@ matrix, so they travel as differences; large ones in most of them, though not in
 adapter, some take it away, some have a configuration that must be refused. Some are rolled out, some rolled back. After
 the signal CONFIGURE the next one has another `rope_theta`, which changes no answer and takes other engines. One in
 eight is bad: with a NaN or an infinity, which staging must refuse, or finite and overflowing, which is rolled back
-as soon as it runs. The program prints a JSON line for each. After an error of the store a new publisher tries again.
+as soon as it runs. Beside the versions come editions of fifty adapters, one in twelve of which is not finite and is
+withdrawn at the next turn. The program prints a JSON line for each. After an error of the store a new publisher tries
+again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,19 @@ import orjson
 import torch
 from safetensors.torch import load_file
 
-from loadtest.chaos.models import ADAPTERS, CHECKPOINTS, CONFIGURE, MISFIT, REFUSED, Bad, badness
+from loadtest.chaos.models import (
+    ADAPTERS,
+    CHECKPOINTS,
+    CONFIGURE,
+    KEPT,
+    MISFIT,
+    REFUSED,
+    Bad,
+    badness,
+    editions_of,
+    flawed,
+    one_of,
+)
 from weightsync import Adapter, Publisher
 from weightsync.control.parts import BASE, LORA
 from weightsync.control.records import OnLost, SwapMode
@@ -39,6 +53,8 @@ BAD_S = (0.0, 2.0)
 ROLLED_BACK, ROLLING, ABORTING = 0.2, 0.4, 0.5
 BRINGS, TAKES_AWAY, MISFITS = 0.2, 0.15, 0.05
 WITHIN_S, DRAIN_S = 20.0, 2.0
+MOST_EDITIONS = 4  # between two swaps
+PERCENTS, WEIGHTS = (100.0, 30.0, 0.0), (6, 2, 1)
 IDLE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what follows them is zero: they change no answer
 Weights = dict[str, torch.Tensor]
 ENDED = ("swap_aborted", "swap_timeout", "config_mismatch")
@@ -94,6 +110,7 @@ def main(url: str, model: str, seed: int, checkpoints: list[Path]) -> None:
             with Publisher(url, model=model) as publisher:
                 while True:
                     swap(publisher, given, chance, configure=asked.take())
+                    editions(publisher, given, chance)
                     time.sleep(chance.uniform(*PAUSE_S))
         except WeightSyncError as error:
             say("publisher", "failed", error)
@@ -142,6 +159,31 @@ def swap_back(publisher: Publisher, chance: random.Random) -> None:
         say("rollback of overflow", "refused", error)
     else:
         say("rollback of overflow", "done")
+
+
+def editions(publisher: Publisher, given: Given, chance: random.Random) -> None:
+    """Some more, and those that are missing. Flawed ones of the turn before are withdrawn. Raises WeightSyncError."""
+    model, found = publisher.model, publisher.editions()
+    for record in found:
+        if flawed(record.number):
+            publisher.withdraw_edition(record.name, record.number)
+            say("edition withdrawn", "done")
+    there = {record.name for record in found if record.percent and not flawed(record.number)}
+    for name in (name for name in editions_of(model) if name not in there):
+        publish_edition(publisher, given, name, 100.0)
+    for _ in range(chance.randint(1, MOST_EDITIONS)):
+        publish_edition(publisher, given, one_of(model, chance), chance.choices(PERCENTS, WEIGHTS)[0])
+
+
+def publish_edition(publisher: Publisher, given: Given, name: str, percent: float) -> None:
+    """One that answers as the base does, unless its number makes it a flawed one. Raises WeightSyncError."""
+    schema = as_schema([(n, t.dtype, t.shape) for n, t in given.adapter.items()])
+    with publisher.begin_edition(name, schema, given.metadata, percent=percent, keep=KEPT) as draft:
+        bad = badness(draft.version) if flawed(draft.version) else None
+        for each, tensor in given.adapter.items():
+            draft.write(each, torch.randn_like(tensor) if bad is None else torch.full_like(tensor, POISON[bad]))
+        draft.commit_edition()
+    say(f"edition {bad}" if bad is not None else "edition", "done")
 
 
 def another(config: dict[str, Any], chance: random.Random, *, misfit: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.chaos.joiner import Stay
-from loadtest.chaos.models import MISFIT, REFUSED
+from loadtest.chaos.models import EDITIONS, KEPT, MISFIT, REFUSED
 from loadtest.chaos.run import Broken
 from loadtest.chaos.verdict import VIOLATIONS, Verdict
 from loadtest.histories.check import Contradiction
@@ -129,15 +129,18 @@ DESCRIPTORS = 2.0  # times as many as when the fleet was first whole, and some m
 MORE_DESCRIPTORS = 64
 SLOTS = 8  # of a pool: what is served and gone back to, what is staged, and what others still read
 RECORDS = 600  # of a model: 64 retired versions with their forms, the last swaps, what lives
+MOST_EDITIONS = EDITIONS * (KEPT + 1)  # an adapter may have one more, on trial
 
 
 @dataclass(frozen=True)
 class Held:
-    """The fleet's holdings at one moment: descriptors by process, slots by pool, records by model."""
+    """The fleet's holdings at one moment: descriptors by process, slots by pool, records and editions by model. The
+    slots and the records of editions are in their number alone."""
 
     descriptors: Mapping[str, int]
     slots: Mapping[str, int]
     records: Mapping[str, int]
+    editions: Mapping[str, int] = field(default_factory=dict)
 
 
 def held(before: Held, after: Held) -> dict[str, Any]:
@@ -150,12 +153,14 @@ def held(before: Held, after: Held) -> dict[str, Any]:
     said = [f"{name} holds {counts}" for name, counts in grown.items()]
     said += [f"{pool} has {n} slots" for pool, n in after.slots.items() if n > SLOTS]
     said += [f"{model} has {n} records" for model, n in after.records.items() if n > RECORDS]
+    said += [f"{model} has {n} editions" for model, n in after.editions.items() if n > MOST_EDITIONS]
     most = max(after.descriptors, key=lambda name: after.descriptors[name], default="")
     return {
         "descriptors at the start, at rest": [sum(one.descriptors.values()) for one in (before, after)],
         "most descriptors": f"{after.descriptors.get(most, 0)} of {most}",
         "most slots of a pool": max(after.slots.values(), default=0),
         "records": dict(after.records),
+        "editions": dict(after.editions),
         "complaints": said,
     }
 

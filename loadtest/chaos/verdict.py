@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loadtest.chaos.models import ADAPTERS, ALIASES, FIRST_TOKEN, Placement
+from loadtest.chaos.models import ADAPTERS, ALIASES, FIRST_TOKEN, Placement, base_of, flawed, is_adapter
+from weightsync.control.editions import split_name
 
 Kind = Literal["kill", "freeze", "cut", "loss", "join", "configure", "restore"]
 ALONE = frozenset({"configure", "restore"})  # they begin on a fleet that is whole, and take long
@@ -161,8 +163,15 @@ def judge(attempt: Mapping[str, Any], windows: Iterable[Window]) -> Judgement:
 
 
 def _repeatable(attempt: Mapping[str, Any]) -> bool:
-    withdrawn = attempt["status"] == 404 and attempt["model"] in ADAPTERS  # the version that serves does not have it
-    return withdrawn or attempt["retry_after"] is not None or attempt["code"] in RETRYABLE
+    gone = attempt["status"] == 404 and is_adapter(attempt["model"])  # withdrawn, or the version does not have it
+    return gone or _flawed(attempt) or attempt["retry_after"] is not None or attempt["code"] in RETRYABLE
+
+
+def _flawed(attempt: Mapping[str, Any]) -> bool:
+    """Whether a request was refused as its edition must be, whose number the message has."""
+    named = re.search(r"The adapter (\S+) cannot be served", attempt["message"])
+    number = split_name(named[1])[1] if named is not None else None
+    return attempt["code"] == "not_finite" and number is not None and flawed(number)
 
 
 def overlaps(window: Window, attempt: Mapping[str, Any]) -> bool:
@@ -184,8 +193,8 @@ def verdict(attempts: Sequence[Mapping[str, Any]], windows: Sequence[Window], be
         if problems or judgement in VIOLATIONS:
             found.examples.append(f"{judgement}: {dict(attempt)}")
         _add(found.totals, attempt)
-        if attempt["by"] in found.models:
-            _add_of(found.models[attempt["by"]], attempt)
+        if (model := base_of(attempt["by"] or "")) in found.models:
+            _add_of(found.models[model], attempt)
     found.longest_s = max((a["ended"] - a["asked"] for a in attempts), default=0.0)
     answered = sorted(a["ended"] for a in attempts if a["outcome"] == "answered" and began < a["ended"] < ended)
     edges = [began, *answered, ended]
@@ -202,6 +211,10 @@ def _add(totals: Counter[str], attempt: Mapping[str, Any]) -> None:
     totals["streams that another instance went on with"] += answered and bool(attempt["resumed"])
     totals["answers to a repeated question"] += answered and attempt["asked"] < attempt["began"] - 0.05
     totals["answers through an adapter"] += answered and attempt["model"] in ADAPTERS
+    of_edition = is_adapter(attempt["model"]) and attempt["model"] not in ADAPTERS
+    totals["answers through an edition"] += answered and of_edition
+    totals["of these by its number"] += answered and of_edition and split_name(attempt["model"])[1] is not None
+    totals["refusals of an edition that is not finite"] += not answered and _flawed(attempt)
     totals["answers to a request for an alias"] += answered and attempt["model"] in ALIASES
     totals["of these by its second model"] += answered and _fell_back(attempt)
 

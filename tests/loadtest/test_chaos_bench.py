@@ -25,9 +25,9 @@ from loadtest.chaos.clients import Attempt, Question, Wish, attempt, drawn, prob
 from loadtest.chaos.fleet import DRAIN_S, Snapshot, Supervised, pools, survivors
 from loadtest.chaos.hostile import Attack, Attacker, bodies, complaints, told
 from loadtest.chaos.joiner import Joiner, Served, Stay, Tenure, tenures
-from loadtest.chaos.models import ALIAS, FIRST, SECOND, badness, placed
+from loadtest.chaos.models import ALIAS, FIRST, KEPT, POPULAR, SECOND, badness, editions_of, flawed, placed
 from loadtest.chaos.models import token_of as token_of_model
-from loadtest.chaos.report import RECORDS, SLOTS, Held, Wrongs, held, let_in, pushes, swaps, violations
+from loadtest.chaos.report import MOST_EDITIONS, RECORDS, SLOTS, Held, Wrongs, held, let_in, pushes, swaps, violations
 from loadtest.chaos.run import Broken, windows
 from loadtest.chaos.verdict import AFTER_S, SILENT_S, Fault, Verdict, Window, judge, schedule, verdict
 from loadtest.histories.requests import Choice
@@ -36,6 +36,7 @@ from loadtest.models.checkpoints import make_constant_checkpoint
 from tests.server.gateway.harness import running_gateway
 from tests.weightsync.codes import refused
 from weightsync import Publisher, SyncStore, ensure_arena
+from weightsync.control.editions import split_name
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord
 
 FINE = {FIRST: {"not as published": 0}}
@@ -136,13 +137,20 @@ def test_a_fleet_that_holds_more_and_more_is_found(tmp_path: Path) -> None:
         (tmp_path / "arena0" / name).touch()
     slots = pools(tmp_path)
     assert slots == {"arena0/slot-aa": 1, "arena0/slot-aa.bb": SLOTS + 1}
+    assert pools(tmp_path, {f"{tmp_path}/arena0/slot-aa-000"}) == {"arena0/slot-aa.bb": SLOTS + 1}
     before = Held({"peer-0": 20, "gateway-0": 30}, {}, {FIRST: 9})
-    grown = Held({"peer-0": 20 * 2 + 65, "gateway-0": 124}, slots, {FIRST: RECORDS, SECOND: RECORDS + 1})
+    grown = Held(
+        {"peer-0": 20 * 2 + 65, "gateway-0": 124},
+        slots,
+        {FIRST: RECORDS, SECOND: RECORDS + 1},
+        {FIRST: MOST_EDITIONS + 1},
+    )
     complaints = held(before, grown)["complaints"]
     assert complaints == [
         "peer-0 holds 105 descriptors, 20 at the start",
         f"arena0/slot-aa.bb has {SLOTS + 1} slots",
         f"{SECOND} has {RECORDS + 1} records",
+        f"{FIRST} has {MOST_EDITIONS + 1} editions",
     ]
     assert violations(Verdict(), {}, [], Wrongs(held=complaints)) == complaints
     assert held(before, before)["complaints"] == []
@@ -299,10 +307,41 @@ def test_an_adapter_answers_as_its_base_does_and_may_be_gone() -> None:
     assert judge(gone, []) == "not retryable"
 
 
+def test_an_edition_answers_as_its_base_does_under_its_own_number_if_it_is_finite() -> None:
+    spans = [{"version": 5, "start": 0, "end": 1}]
+    right = answer(token_of(5), spans=spans)
+    for asked in ("alpha-07", "alpha-07@12"):
+        assert kinds(right, KEEP, asked, "alpha-07@12") == kinds(right, KEEP, asked) == []
+        assert kinds(answer(token_of(6), spans=spans), KEEP, asked, "alpha-07@12") == ["wrong"]
+        for by in ("alpha-07", "alpha-08@12", FIRST):
+            assert kinds(right, KEEP, asked, by) == ["foreign"]
+    assert kinds(right, KEEP, "alpha-07@12", "alpha-07@13") == ["foreign"]
+    assert kinds(right, KEEP, FIRST, "alpha-07@12") == ["foreign"]
+    assert kinds(answer(token_of_model(SECOND, 5), spans=spans), KEEP, "beta-01", "beta-01@4") == []
+    assert kinds(right, KEEP, "alpha-07", "alpha-07@15") == ["flawed"]
+    assert [flawed(number) for number in (7, 15, 23, 31)] == [True, True, False, True]
+
+
+def test_an_edition_may_be_gone_and_a_flawed_one_alone_is_refused() -> None:
+    refused = made(outcome="refused", status=422, code="not_finite", model="alpha-07")
+    said = "{{'message': 'The adapter alpha-07@{} cannot be served: tensor q has NaN or infinite values"
+    assert judge(refused | {"message": said.format(15)}, []) == "refused"
+    assert judge(refused | {"message": said.format(16)}, []) == "not retryable"
+    assert judge(refused | {"message": said.format(15), "code": "shape_mismatch"}, []) == "not retryable"
+    assert judge(refused | {"status": 404, "code": "model_not_found"}, []) == "refused"
+    found = verdict([refused | {"message": said.format(15)}, made(model="alpha-07@4", by="alpha-07@4")], [], 10.0, 33.0)
+    counted = ("answers through an edition", "of these by its number", "refusals of an edition that is not finite")
+    assert [found.totals[name] for name in counted] == [1, 1, 1]
+    assert found.models[FIRST]["answers"] == 1
+
+
 def test_the_questions_are_of_every_kind() -> None:
     chance = random.Random(2)
-    asked = [drawn(chance, {FIRST: 5, SECOND: 6}) for _ in range(400)]
-    assert {q.model for q in asked} == {FIRST, SECOND, ALIAS, "style", "tone"}
+    asked = [drawn(chance, {FIRST: 5, SECOND: 6}, {"alpha-03": 11}) for _ in range(2000)]
+    adapters = {*editions_of(FIRST)[:POPULAR], *editions_of(SECOND)[:POPULAR]}
+    assert {FIRST, SECOND, ALIAS, "style", "tone", *adapters} < {q.model for q in asked}
+    assert {split_name(q.model)[1] for q in asked if q.model.startswith("alpha-03@")} > {11}
+    assert {q.wish.min_version for q in asked if q.model in editions_of(SECOND)} == {None, 6}
     beams = [q for q in asked if q.beams]
     assert beams
     assert all(q.body()["use_beam_search"] and not q.stream and q.route == "/v1/completions" for q in beams)
@@ -344,6 +383,31 @@ def test_a_publisher_brings_adapters_and_takes_them_away(tmp_path: Path) -> None
                 publisher.publish(trainer, given, large=False, config=misfit, chance=chance)
     assert [len(set(forms)), len(set(forms[:6])), len(set(forms[6:]))] == [2, 1, 1]
     assert seen == {"", " with adapter", " without adapter"}
+
+
+def test_a_publisher_keeps_two_editions_of_each_adapter_and_withdraws_the_flawed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = (f"{FIRST}-1", f"{FIRST}-2")
+    monkeypatch.setattr(publisher, "editions_of", lambda model: names)
+    monkeypatch.setattr(publisher, "one_of", lambda model, chance: chance.choice(names))
+    paths = [make_constant_checkpoint(tmp_path / f"say-{i}", token=100 + i) for i in range(4)]
+    given, chance, url = publisher.read(FIRST, paths), random.Random(1), f"sqlite://{tmp_path}/store.db"
+    bad, seen = set[int](), set[int]()
+    with contextlib.closing(SyncStore(url)) as store:
+        store.run(ensure_arena(store.store, tmp_path / "arena"))
+        for _ in range(3):  # lives, of which each goes on where the one before was killed
+            with Publisher(url, model=FIRST) as trainer:
+                for _ in range(6):
+                    publisher.editions(trainer, given, chance)
+                    found = trainer.editions()
+                    assert bad.isdisjoint(edition.number for edition in found)
+                    bad = {edition.number for edition in found if flawed(edition.number)}
+                    seen |= bad
+                    for name in names:
+                        counted = [edition for edition in found if edition.name == name and edition.percent]
+                        assert len(counted) <= KEPT
+    assert seen
 
 
 def test_answers_are_counted_by_the_model_that_wrote_them() -> None:
