@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +105,8 @@ class World:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are not simulated, and slots have no weights."""
-
-    async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
-        return work(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", at_once)
+def alone(no_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots have no weights."""
     monkeypatch.setattr(parts, "_is_held", lambda part, host: Path(part.slot).exists())
     monkeypatch.setattr(swap, "TOMBSTONES_KEPT", 4)
 
