@@ -6,6 +6,20 @@ from __future__ import annotations
 from .base import ANSWERS, FOLLOW, GW, Mutation, of
 
 MUTATIONS: list[Mutation] = [
+    *of("server/instance/editions.py", "tests/server/instance/test_editions.py", "tests/simulation/test_editions.py", changes=[
+        ("(name in self._known or not self._engine.answers_to(name))", "True"),
+        ("await asyncio.shield(building)", "await building"),
+        ("if error.code in ENGINE_FAULTS or isinstance(error, StoreError) else 422", "if error.code in ENGINE_FAULTS else 422"),
+        ("problem is not None and time.monotonic() < until", "False"),
+        ("        await asyncio.to_thread(self._trust.check_part, self._keys.model, places[host])\n", ""),
+        ("idle = [name for name in self._loaded if name not in self._users]", "idle = list(self._loaded)"),
+        ("gone = [name for name in idle if name not in self._known]", "gone = list[str]()"),
+        ("                    self._loaded.move_to_end(name)\n", "                    pass\n"),
+        ("            if record.full_name not in self._loaded:\n", "            if True:\n"),
+        ("if name in self._users or self._loaded.pop(name, name) is not None:", "if self._loaded.pop(name, name) is not None:"),
+        ("self._known.pop(self._by_key.pop(event.kv.key, \"\"), None)", "pass"),
+        ("            async with self._turns[name]:\n                if name not in self._loaded and", "            if True:\n                if name not in self._loaded and"),
+    ]),
     *of("server/answers/parse.py", ANSWERS + "test_parse.py", changes=[
         ("if told and (last or not choice.token_ids):", "if told:"),
         ("for event in answer.split(b\"\\n\\n\")[:-1]:", "for event in answer.split(b\"\\n\\n\"):"),

@@ -6,6 +6,29 @@ from __future__ import annotations
 from .base import GW, WS, Mutation, of
 
 MUTATIONS: list[Mutation] = [
+    *of("weightsync/control/editions.py", WS + "publish/test_editions.py", changes=[
+        ("        if percent:\n", "        if True:\n"),
+        ("            if left < percent:\n", "            if True:\n"),
+        ("    stay |= {next((r.number for r in found if r.percent), 0) for found in by_name.values()}\n", ""),
+        ("[r for r in by_name[new.name] if r.percent or r is not new][keep:]", "by_name[new.name][keep:]"),
+        ("if new.created_at - r.created_at > max_age_s]", "if new.created_at - r.created_at < max_age_s]"),
+        ("for r in gone if r.number not in stay}", "for r in gone}"),
+        ("number.isdecimal() and", "number and"),
+    ]),
+    *of("weightsync/publish/session.py", WS + "publish/test_editions.py", changes=[
+        ("            puts = {key_of(self.keys, old.name, old.number): None for old in gone}\n", "            puts = dict.fromkeys(gone[:0], None)\n"),
+        ("{**puts, self.keys.version(number): None, key: made.to_json()}", "{**puts, key: made.to_json()}"),
+        ("await append(self.store, fence, {key_of(", "await append(self.store, {}, {key_of("),
+        ("for record in readable({kv.key: kv.value for kv in found}) if name in (\"\", record.name)]", "for record in readable({kv.key: kv.value for kv in found})]"),
+        ("for raw in (*unread, *editions) for slot", "for raw in unread for slot"),
+    ]),
+    *of("weightsync/publish/draft.py", WS + "publish/test_editions.py", changes=[
+        ("        if self.edition is None:\n", "        if False:\n"),
+        ("    if any(draft.edition is not None for draft in drafts):\n", "    if False:\n"),
+    ]),
+    *of("weightsync/control/state.py", "tests/loadtest/test_histories.py", changes=[
+        ("        return math.inf\n", "        return confirm_within_s(swap)\n"),
+    ]),
     *of("weightsync/vllm_engine/engine_core/requests.py", WS + "vllm_engine/engine_core/test_requests.py", changes=[
         (" or is_withdrawn(request, parts)", ""),
         ("if state is not None and state.detokenizer is None:", "if False:"),
