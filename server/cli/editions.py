@@ -34,7 +34,8 @@ def publish(
     body |= {"keep": keep} | ({"max_age_s": max_age_s} if max_age_s is not None else {})
     body |= {"sign_key": sign_key} if sign_key else {}
     made = client.call("POST", "/admin/editions", body, reason)
-    console().print(f"{made['id']} is served, to {made['percent']:g} % of the requests for {name}")
+    share = f"gets {made['percent']:g} % of the requests for {name}"
+    console().print(f"{made['id']} {share if made['percent'] else 'is on trial: requests that name it so get it'}")
 
 
 @app.command("list")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 import pytest_asyncio
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from server.cli.app import app
@@ -200,3 +203,9 @@ async def test_editions_from_the_shell(served: RunningGateway, tmp_path: Path) -
     assert [each["id"] for each in orjson.loads(await run("list", "--json"))["editions"]] == ["math@9"]
     assert "There is no edition 7" in await run("withdraw", "7")
     assert "has no *.safetensors" in await run("publish", "math", str(tmp_path))
+    save_file({"a.lora_A.weight": np.zeros((2, 4), np.float32)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    said = await run("publish", "math", str(tmp_path), "--percent", "0")
+    assert re.fullmatch(r"math@\d+ is on trial: requests that name it so get it\n", said)
+    said = await run("publish", "math", str(tmp_path), "--percent", "30")
+    assert re.fullmatch(r"math@\d+ gets 30 % of the requests for math\n", said)
