@@ -16,8 +16,9 @@ from loadtest.models.kinds import KINDS, make_kind
 from tests import stock
 from tests.cpu import avx512_only, of_kinds
 from tests.live import VLLM_ARGS, LiveServer, flags
-from tests.server.live.models.test_parts import push, pushed
+from tests.server.live.models.test_parts import push, pushed, saved
 from tests.waiting import wait_until
+from weightsync import Publisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # servers start in these tests
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(4)]
@@ -122,19 +123,21 @@ def test_what_lies_in_the_cache_is_computed_anew_when_its_scales_change(tmp_path
     assert preempted == len(PROMPTS)
 
 
-@avx512_only
 @pytest.mark.broad
-def test_base_and_adapter_swap_alone_and_together(tmp_path: Path) -> None:
-    """The base and the adapter are not asked in one batch: there stock vLLM answers the base's requests otherwise."""
-    bases = [make_kind(tmp_path / f"base-{seed}", "awq", seed=seed) for seed in (0, 1)]
+@pytest.mark.parametrize("kind", of_kinds(["awq", "fp8-online"]))
+def test_base_and_adapter_swap_alone_and_together(kind: str, tmp_path: Path) -> None:
+    """An edition answers as the part with its tensors does, beside every base. The base and the adapter are not asked
+    in one batch: there stock vLLM answers the base's requests otherwise."""
+    bases = [make_kind(tmp_path / f"base-{seed}", kind, seed=seed) for seed in (0, 1)]
     one, two = (make_adapter(tmp_path / f"adapter-{i}", seed=i) for i in (1, 2))
-    plain = [stock.answers(base, PROMPTS, TOKENS) for base in bases]
+    options = KINDS[kind].vllm
+    plain = [stock.answers(base, PROMPTS, TOKENS, **options) for base in bases]
     first, second, last = (
-        stock.answers(base, PROMPTS, TOKENS, adapter=adapter)
+        stock.answers(base, PROMPTS, TOKENS, adapter=adapter, **options)
         for base, adapter in ((bases[0], one), (bases[0], two), (bases[1], two))
     )
     assert len({str(answers) for answers in (*plain, first, second, last)}) == 5, "some of these answer alike"
-    live = LiveServer(bases[0], tmp_path / "state", (*VLLM_ARGS, "--enable-lora"))
+    live = LiveServer(bases[0], tmp_path / "state", (*VLLM_ARGS, *flags(options), "--enable-lora"))
 
     def said(model: str) -> list[list[int]]:
         return [live.generate(p, TOKENS, model=model)["choices"][0]["token_ids"] for p in PROMPTS]
@@ -142,16 +145,19 @@ def test_base_and_adapter_swap_alone_and_together(tmp_path: Path) -> None:
     with live.running(), ThreadPoolExecutor(len(PROMPTS)) as pool:
         version = pushed(live, one, "lora/x")
         assert (said("x"), said(live.name)) == (first, plain[0])
-        streams = [pool.submit(live.generate, p, LONG, model="x") for p in PROMPTS]
+        streams = [pool.submit(live.generate, p, LONG_OF.get(kind, LONG), model="x") for p in PROMPTS]
         pushed(live, two, "lora/x")
         for expected, stream in zip(first, streams, strict=True):
             tokens = first_span(stream.result(), version)[:TOKENS]
             assert tokens == expected[: len(tokens)]
         assert (said("x"), said(live.name)) == (second, plain[0])
+        with Publisher(live.processes.store, model=live.name) as publisher:
+            names = [f"y@{publisher.publish_edition('y', saved(adapter))}" for adapter in (one, two)]
+        assert [said(name) for name in names] == [first, second]
         pushed(live, bases[1])
-        assert (said("x"), said(live.name)) == (last, plain[1])
+        assert (said("x"), said(names[1]), said(live.name)) == (last, last, plain[1])
         live.rollback()
-        assert (said("x"), said(live.name)) == (second, plain[0])
+        assert (said("x"), said(names[0]), said(live.name)) == (second, first, plain[0])
 
 
 @pytest.mark.broad
