@@ -62,7 +62,7 @@ contract: setup ## What other projects rely on: their client classes out of thei
 test-all: test broad ## Both tiers
 
 # MUTANTS=delta: those of files whose path has the word.
-mutants: setup ## Whether the tests notice changes of meaning: some 180 of them, one at a time
+mutants: setup ## Whether the tests notice changes of meaning: some 500 of them, one at a time
 	OMP_NUM_THREADS=1 $(PY) -m tests.mutants $(MUTANTS)
 
 soak: setup ## About an hour: ten thousand swaps under load, and an hour of random schedules
