@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,12 @@ CASES = {
     "odd sizes": replace(SMALL, params=1e8 + 1),
 } | {way: replace(SMALL, way=way, poll_s=0.0) for way in BASELINES}
 
+distributed = functools.cache(distribute)  # for what several tests look at
+
 
 @pytest.mark.parametrize("scenario", CASES.values(), ids=CASES)
 def test_every_host_gets_each_of_its_bytes_once_and_somebody_sent_it(scenario: Scenario) -> None:
-    found = distribute(scenario)
+    found = distributed(scenario)
     assert found.in_nbytes == [scenario.host_nbytes] * scenario.hosts
     assert sum(found.out_nbytes) == sum(found.in_nbytes)
     assert len(found.done_s) == scenario.hosts
@@ -59,7 +61,7 @@ def test_the_same_seed_gives_the_same_outcome_and_another_seed_another() -> None
 
 
 def test_the_planner_beats_a_star_by_far_and_comes_near_a_chain() -> None:
-    swarm, star, chain = (distribute(CASES[name]).done_s[-1] for name in ("told at once", "star", "chain"))
+    swarm, star, chain = (distributed(CASES[name]).done_s[-1] for name in ("told at once", "star", "chain"))
     assert swarm < star / 6
     assert swarm < 3 * chain
     assert chain < 1.5 * SMALL.lower_bound_s
@@ -67,7 +69,7 @@ def test_the_planner_beats_a_star_by_far_and_comes_near_a_chain() -> None:
 
 def test_baselines_send_what_their_shape_says() -> None:
     need = SMALL.host_nbytes
-    star, tree, chain = (distribute(CASES[way]).out_nbytes for way in BASELINES)
+    star, tree, chain = (distributed(CASES[way]).out_nbytes for way in BASELINES)
     assert star == [SMALL.hosts * need] + [0] * SMALL.hosts
     assert tree[0] == need
     assert max(tree) == 2 * need
@@ -97,7 +99,7 @@ def test_the_source_of_trees_sends_little_more_when_hosts_fail(fault: dict[str, 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 @pytest.mark.parametrize("way", ["trees", "swarm"])
 def test_all_others_have_everything_when_hosts_fail(fault: dict[str, Any], way: Way) -> None:
-    scenario = replace(LONG, way=way, **fault)
+    scenario = replace(LONG, chunk_nbytes=128 * MIB, way=way, **fault)
     found = distribute(scenario)
     assert len(found.done_s) >= LONG.hosts - 2
     assert found.done_s[-1] < 3 * LONG.lower_bound_s + 2 * fault.get("notice_s", 0.0) + 5 * LONG.poll_s
@@ -164,7 +166,7 @@ def test_figures_of_a_case() -> None:
 def test_a_swap_writes_three_records_an_instance_and_ten_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real flow makes the writes that docs/scale.md tells. A process that lost its lease would write more."""
     for name, ttl in (("Coordinator", "leader_ttl_s"), ("Participant", "lease_ttl_s")):
-        monkeypatch.setattr(records, name, partial(getattr(records, name), **{ttl: 60.0}))
+        monkeypatch.setattr(records, name, functools.partial(getattr(records, name), **{ttl: 60.0}))
     flow = records.measure()
     assert (flow.each.root_writes, flow.each.swap_writes) == (3, 0)
     assert flow.fixed.swap_writes + flow.fixed.root_writes + flow.fixed.other_writes == 10
