@@ -12,11 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets.packaged_modules.json.json import Json
 
 from tests.trainer.data.writing import COMPRESS, as_samples, problems, shard
 from trainer.data.formats import NAME, Bad
@@ -41,6 +39,8 @@ def _builder(path: Path) -> str:
 
 
 def loaded(path: Path, **options: Any) -> Any:
+    import datasets  # for a second and a half, which no other test needs
+
     options |= {"sep": "\t"} if path.suffix == ".tsv" else {}  # as for names on the hub
     files, cache = str(path), str(path.parent / "cache")
     return datasets.load_dataset(_builder(path), data_files=files, split="train", cache_dir=cache, **options)
@@ -180,10 +180,12 @@ def test_a_file_that_datasets_reads_otherwise(tmp_path: Path, case: str) -> None
 
 def test_their_stream_is_resumed_by_reading_its_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is resumed at a record (`take` in trainer/data/records.py). Theirs, if shuffled, loses rows."""
+    from datasets.packaged_modules.json.json import Json
+
     path, read, original = tmp_path / "a.jsonl", list[int](), Json._cast_table
     path.write_bytes(lines(*problems(100)))
 
-    def counted(self: Json, rows: pa.Table, *args: Any, **options: Any) -> pa.Table:
+    def counted(self: Any, rows: pa.Table, *args: Any, **options: Any) -> pa.Table:
         read.append(len(rows))
         return original(self, rows, *args, **options)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import orjson
 import pytest
 from fastapi.routing import APIRoute
@@ -93,6 +92,8 @@ async def test_nothing_after_an_error_says_that_a_stream_is_complete(
 
 async def test_anthropic_s_sdk_reads_errors(gateway: RunningGateway) -> None:
     """Its error classes, the types that they carry, and an error within a stream, which it raises."""
+    import anthropic  # 3,000 modules, which no other test needs
+
     asked: Any = {"model": "", "max_tokens": 8, "messages": [{"role": "user", "content": "?"}]}
     long = asked | {"messages": [{"role": "user", "content": "x" * 3000}]}
     start = {"id": "m", "type": "message", "role": "assistant", "model": "", "content": [], "stop_reason": None,
