@@ -20,10 +20,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
 
 from server.up import processes
-from server.up.forks import Forks
+from server.up.forks import Forked, Forks
 from tests.started.experts import DIRECTORY
 from tests.started.sitecustomize import TEST
 from tests.waiting import wait_until
@@ -89,6 +91,16 @@ def connected(kind: str) -> Forks:
     forks = Forks(connection)
     wait_until(lambda: forks.look() or forks.ready, 600, f"the warm process of {kind} has imported")
     return forks
+
+
+def piped(kind: str, args: Sequence[str], stdin: int | None = None) -> tuple[Forked, IO[bytes]]:
+    """A process `python -m ARGS` of this kind, and what it prints. Its errors go where those of this process do."""
+    read_end, write_end = os.pipe()
+    given = {1: write_end, 2: 2} | ({0: stdin} if stdin is not None else {})
+    try:
+        return warm(kind).start(args, os.environ, Path(os.devnull), given), open(read_end, "rb")
+    finally:
+        os.close(write_end)
 
 
 def install() -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from server.up.forks import Forked
 from tests.waiting import eventually
+from tests.warm import SYNC, piped
 
 
 class Child:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: Forked, lines: asyncio.StreamReader) -> None:
+        self._process, self._lines = process, lines
 
     async def says(self, expected: str) -> None:
         """Its next line begins so."""
-        assert self._process.stdout is not None
-        line = (await asyncio.wait_for(self._process.stdout.readline(), 240)).decode()
+        line = (await asyncio.wait_for(self._lines.readline(), 240)).decode()
         assert line.startswith(expected), line
 
     def signal(self, number: signal.Signals) -> None:
@@ -32,12 +32,13 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def running(module: str, *arguments: str) -> AsyncIterator[Child]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"tests.weightsync.control.{module}", *arguments, stdout=asyncio.subprocess.PIPE
-    )
+    process, printed = piped(SYNC, [f"tests.weightsync.control.{module}", *arguments])
+    lines = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), printed)
     try:
-        yield Child(process)
+        yield Child(process, lines)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        process.kill()
+        await asyncio.to_thread(process.wait)
+        transport.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_until
+from tests.warm import SYNC, warm
 from tests.weightsync.codes import refused
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, is_free, newest
 from tests.weightsync.peer.spreading import accepted, model, spread
@@ -82,8 +81,9 @@ def require_standing(hosts: Hosts, transport: Transport, *records: VersionRecord
 def test_what_a_killed_trainer_left_is_the_next_ones_to_use(hosts: Hosts, transport: Transport, written: str) -> None:
     """It is killed while ranks write, or right before the commit; the next one goes on in the same slots."""
     first = publish(hosts, hosts.publisher("a"), transport, 0)
-    killed = [sys.executable, "-m", "tests.weightsync.peer.spreading", str(hosts.arena("b")), written]
-    assert subprocess.run(killed, env={**os.environ, **hosts.environment("a")}, check=False).returncode == -9
+    about = ["tests.weightsync.peer.spreading", str(hosts.arena("b")), written]
+    killed = warm(SYNC).start(about, {**os.environ, **hosts.environment("a")}, Path(os.devnull), {2: 2})
+    assert killed.wait(240) == -9
     publisher = hosts.publisher("a")
     wait_until(lambda: [v.version for v in publisher.versions()] == [first])  # the lease of the killed one has ended
     there = [slots(hosts, host) for host in "ab"]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
+from server.up.forks import Forked
 from tests.waiting import eventually, stays
+from tests.warm import SYNC, warm
 from weightsync.errors import Conflict, LeaseLost, StoreUnavailable, WatchCompacted
 from weightsync.store import MISSING, Event, Store, SyncStore, open_store
 
 STORES = ("sqlite", "etcd")
+WRITER = "tests.weightsync.store.writer"
 
 
 async def take(store: Store, prefix: str, start: int, count: int) -> list[Event]:
@@ -169,31 +172,24 @@ async def test_events_of_one_transaction_come_in_its_order(store: Store) -> None
     assert {e.kv.mod_revision for e in events} == {revision + 1}
 
 
-WRITER = """
-import sys
-from weightsync import SyncStore
-store = SyncStore(sys.argv[1])
-for i in range(int(sys.argv[3])):
-    store.put(f"w/{sys.argv[2]}", b"%d" % i)
-store.close()
-"""
+def writer(url: str, name: str, count: int) -> Forked:
+    """A process that writes that many values, one after the other, to the key `w/NAME`."""
+    return warm(SYNC).start([WRITER, url, name, str(count)], os.environ, Path(os.devnull), {2: 2})
 
 
 async def test_a_watch_misses_nothing_of_several_processes(store: Store, store_url: str) -> None:
     _, revision = await store.list("")
-    arguments = [[sys.executable, "-c", WRITER, store_url, name, "150"] for name in ("x", "y")]
-    writers = [await asyncio.create_subprocess_exec(*argv) for argv in arguments]
+    writers = [writer(store_url, name, 150) for name in ("x", "y")]
     events = await take(store, "w/", revision + 1, 300)
-    assert [await w.wait() for w in writers] == [0, 0]
+    assert [await asyncio.to_thread(w.wait, 120) for w in writers] == [0, 0]
     for name in ("x", "y"):
         assert [int(e.kv.value) for e in events if e.kv.key == f"w/{name}"] == list(range(150))
     assert [e.kv.mod_revision for e in events] == list(range(revision + 1, revision + 301))
 
 
 async def test_several_processes_may_create_it_at_once(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-c", WRITER, f"sqlite://{tmp_path}/new/store.db"]
-    writers = [await asyncio.create_subprocess_exec(*arguments, name, "5") for name in "abcd"]
-    assert [await w.wait() for w in writers] == [0] * 4
+    writers = [writer(f"sqlite://{tmp_path}/new/store.db", name, 5) for name in "abcd"]
+    assert [await asyncio.to_thread(w.wait, 120) for w in writers] == [0] * 4
 
 
 async def test_events_are_kept_for_a_while_only(

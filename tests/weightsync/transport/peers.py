@@ -9,7 +9,6 @@ import mmap
 import os
 import random
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -17,6 +16,7 @@ import psutil
 
 from tests.lacking import lacking
 from tests.waiting import wait_until
+from tests.warm import SYNC, piped
 from weightsync.errors import WeightSyncError
 from weightsync.tls import ClusterTls
 from weightsync.transport import Piece, Region, Transport, available, open_transport
@@ -54,12 +54,11 @@ class Peer:
 
     def __init__(self, name: str, seed: int = 1, nbytes: int = NBYTES, tls: str = "") -> None:
         self.content = content(seed, nbytes)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.weightsync.transport.peers", name, str(seed), str(nbytes), tls],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        read_end, write_end = os.pipe()
+        args = ["tests.weightsync.transport.peers", name, str(seed), str(nbytes), tls]
+        self.process, self._answers = piped(SYNC, args, stdin=read_end)
+        os.close(read_end)
+        self._questions = write_end
         self._ask()  # returns when it serves
 
     @property
@@ -73,11 +72,8 @@ class Peer:
         return self._ask()[1]
 
     def _ask(self) -> tuple[bytes, bytes]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        endpoint, region = self.process.stdout.readline().split()
+        os.write(self._questions, b"\n")
+        endpoint, region = self._answers.readline().decode().split()
         return bytes.fromhex(endpoint), bytes.fromhex(region)
 
     def __enter__(self) -> Peer:
@@ -88,7 +84,9 @@ class Peer:
         for process in family:
             process.kill()
         psutil.wait_procs(family, timeout=30)
-        self.process.communicate()
+        self.process.wait(60)
+        os.close(self._questions)
+        self._answers.close()
 
     def family(self) -> list[psutil.Process]:
         try:
