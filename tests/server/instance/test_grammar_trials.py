@@ -76,7 +76,23 @@ def trials_of(kit: dict[str, Any], **limits: Any) -> Trials:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def trials(kit: dict[str, Any]) -> AsyncIterator[Trials]:
-    made = trials_of(kit)
+    """Shared, as a helper imports torch. After a test that ends it, the next test starts another."""
+    made = trials_of(kit, seconds=60)
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def many_words(kit: dict[str, Any]) -> AsyncIterator[Trials]:
+    """Shared: those of a model with 50,000 tokens, whose tokenizer llguidance does not know."""
+    chance = random.Random(0)
+    characters = "abcdefghij {}:,01234567"
+    words = ["".join(chance.choices(characters, k=chance.randint(2, 8))) for _ in range(50_000)]
+    words = ["#", *words, *characters, "<eos>"]
+    info = xgrammar.TokenizerInfo(words, stop_token_ids=[len(words) - 1])
+    unknown = orjson.loads(kit["guidance"]["tokenizer"]) | {"decoder": {"type": "Fuse"}}
+    guidance = kit["guidance"] | {"tokenizer": orjson.dumps(unknown).decode()}
+    made = trials_of(kit | {"xgrammar": info.serialize_json(), "guidance": guidance})
     yield made
     await made.close()
 
@@ -168,47 +184,44 @@ async def test_what_takes_too_much_is_refused_and_the_next_one_is_tried(
     await trials.close()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("before", ["", "#{200}|01230123"], ids=["at once", "on another branch"])
-async def test_a_mask_that_takes_too_long_is_refused(kit: dict[str, Any], before: str) -> None:
+async def test_a_mask_that_takes_too_long_is_refused(many_words: Trials, before: str) -> None:
     """It compiles at once; the engine would then take that long for each token, and its other streams with it.
 
     The first token that is allowed leads away from the slow branch.
     """
-    chance = random.Random(0)
-    characters = "abcdefghij {}:,01234567"
-    words = ["".join(chance.choices(characters, k=chance.randint(2, 8))) for _ in range(50_000)]
-    words = ["#", *words, *characters, "<eos>"]
-    info = xgrammar.TokenizerInfo(words, stop_token_ids=[len(words) - 1])
-    trials = trials_of(kit | {"xgrammar": info.serialize_json(), "guidance": None})
     slow = "(" + "|".join(f"(a|b|c|[d-z]){{{n}}}" for n in range(1, 90)) + ")*x"
     with pytest.raises(Problem, match="each token"):
-        await trials.check(regex(before + slow))
-    await trials.check(regex("#{200}|01230123x"))
-    await trials.close()
+        await many_words.check(regex(before + slow))
+    await many_words.check(regex("#{200}|01230123x"))
 
 
-async def test_a_tokenizer_that_llguidance_does_not_know_leaves_xgrammar(kit: dict[str, Any]) -> None:
-    made = orjson.loads(kit["guidance"]["tokenizer"]) | {"decoder": {"type": "Fuse"}}
-    trials = trials_of(kit | {"guidance": kit["guidance"] | {"tokenizer": orjson.dumps(made).decode()}})
-    await trials.check(regex("[a-z]+"))
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_tokenizer_that_llguidance_does_not_know_leaves_xgrammar(many_words: Trials) -> None:
+    await many_words.check(regex("[a-z]+"))
     with pytest.raises(Problem, match="llguidance cannot work with the tokenizer of this model"):
-        await trials.check(Grammar((("guidance", "grammar", "{}"),), frozenset({0})))
-    await trials.close()
+        await many_words.check(Grammar((("guidance", "grammar", "{}"),), frozenset({0})))
 
 
-async def test_one_slow_grammar_holds_up_no_other(kit: dict[str, Any]) -> None:
-    trials = trials_of(kit, seconds=60)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_one_slow_grammar_holds_up_no_other_and_may_be_killed_with_the_helper(trials: Trials) -> None:
     await trials.check(regex("a"))
     slow = asyncio.create_task(trials.check(regex(SLOW)))
     same = asyncio.create_task(trials.check(regex(SLOW)))
     for n in range(5):
         await trials.check(regex(f"b{n}"))
     assert not slow.done()
-    assert len(helper_of(trials).children()) == 1  # the same grammar is one trial
-    await trials.close()
+    helper = helper_of(trials)
+    children = helper.children()
+    assert len(children) == 1  # the same grammar is one trial
+    helper.kill()
     for task in (slow, same):
         with pytest.raises(Problem, match="send the request again"):
             await task
+    psutil.wait_procs(children, timeout=60)
+    assert not any(child.is_running() for child in children)
+    await trials.check(regex("begun anew"))
 
 
 async def test_who_finds_the_queue_full_is_told_to_come_again(kit: dict[str, Any]) -> None:
@@ -220,7 +233,9 @@ async def test_who_finds_the_queue_full_is_told_to_come_again(kit: dict[str, Any
         await trials.check(regex("b"))
     assert (busy.value.status, busy.value.retry_after_s) == (429, 2)
     await trials.close()
-    await asyncio.gather(running, waiting, return_exceptions=True)
+    for task in (running, waiting):
+        with pytest.raises(Problem, match="send the request again"):
+            await task
 
 
 async def test_one_key_cannot_take_the_trials_of_others(backend: Backend, kit: dict[str, Any]) -> None:
@@ -319,22 +334,6 @@ async def test_nothing_runs_before_the_first_grammar_or_after_the_end(kit: dict[
     assert not helper.is_running()
 
 
-async def test_a_helper_that_was_killed_is_begun_anew(kit: dict[str, Any]) -> None:
-    trials = trials_of(kit)
-    await trials.check(regex("a"))
-    helper = helper_of(trials)
-    slow = asyncio.create_task(trials.check(regex(SLOW)))
-    await asyncio.to_thread(wait_until, helper.children, 60)
-    children = helper.children()
-    helper.kill()
-    with pytest.raises(Problem, match="send the request again"):
-        await slow
-    psutil.wait_procs(children, timeout=60)
-    assert not any(child.is_running() for child in children)
-    await trials.check(regex("b"))
-    await trials.close()
-
-
 PARENT = """
 import asyncio, sys, orjson
 from server.instance.grammars import trials
@@ -394,14 +393,14 @@ def test_limits_that_cannot_work_are_refused() -> None:
             Limits(**wrong)
 
 
-async def test_the_engine_gets_nothing_that_was_refused(backend: Backend, kit: dict[str, Any]) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_engine_gets_nothing_that_was_refused(backend: Backend, trials: Trials) -> None:
     begun = []
 
     async def generate(prompt: Any, params: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
         begun.append(params)
         yield prompt
 
-    trials = trials_of(kit)
     guarded = tried(generate, backend, trials)
     good = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
@@ -415,7 +414,6 @@ async def test_the_engine_gets_nothing_that_was_refused(backend: Backend, kit: d
     assert trace.problem is not None
     assert trace.problem.status == 400
     assert len(begun) == 2
-    await trials.close()
 
 
 def test_parsers_of_tool_calls_read_no_schema_beyond_the_bounds() -> None:
