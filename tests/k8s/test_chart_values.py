@@ -375,7 +375,10 @@ def holding(objects: list[Object], kinds: list[Object]) -> Iterator[tuple[str, .
 
         def log_message(self, format: str, *args: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 64  # Helm asks for all kinds at once, and a connection without a place waits for a second
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
