@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import functools
 import inspect
 import itertools
 import os
@@ -100,10 +101,11 @@ class Form:
         return self._resolved(first[0]) if len(first) == 1 else schema
 
 
-def words_of(function: Callable[..., Any]) -> list[str]:
-    """The texts in its module's code that may be names of fields."""
-    module = sys.modules[inspect.unwrap(function).__module__]
-    texts = (node.value for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Constant))
+@functools.cache
+def words_of(module: str) -> list[str]:
+    """The texts in a module's code that may be names of fields."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return sorted({text for text in texts if isinstance(text, str) and re.fullmatch("[a-z][a-z_]{2,39}", text)})
 
 
@@ -121,14 +123,20 @@ def policies(text: str) -> Iterator[str]:
             yield orjson.dumps(judged | {"rewards": named, "evaluation": asked}).decode()
 
 
+@functools.cache
+def declared() -> tuple[dict[str, Any], dict[tuple[str, str], Callable[..., Any]]]:
+    """The document of the admin port, and the function of each method and path."""
+    app = build_app(GatewayConfig(store="sqlite:///nowhere/store.db", model="toy"))
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    return app.openapi(), {(method, route.path): route.endpoint for route in routes for method in route.methods}
+
+
 class Walk:
     """Every route of the admin port with every request that has a canary in one place, and `usual` in the others."""
 
     def __init__(self, canaries: list[str], usual: str) -> None:
-        app = build_app(GatewayConfig(store="sqlite:///nowhere/store.db", model="toy"))
-        self._document, self._canaries, self._usual = app.openapi(), canaries, usual
-        routes = [route for route in app.routes if isinstance(route, APIRoute)]
-        self._endpoints = {(method, r.path): r.endpoint for r in routes for method in r.methods}
+        self._document, self._endpoints = declared()
+        self._canaries, self._usual = canaries, usual
         self.routes = sorted(pair for pair in self._endpoints if not is_public(pair[1]))
         self.forwarded = [(row.method, row.path) for row in api.ROUTES if row.admin]
 
@@ -140,7 +148,8 @@ class Walk:
                     yield path, orjson.dumps({"model": "toy", **body})
             return
         operation = self._document["paths"].get(path, {}).get(method.lower(), {})
-        form = Form(self._document["components"]["schemas"], words_of(self._endpoints[method, path]), self._usual)
+        words = words_of(inspect.unwrap(self._endpoints[method, path]).__module__)
+        form = Form(self._document["components"]["schemas"], words, self._usual)
         content = operation.get("requestBody", {}).get("content", {})
         schema = content.get("application/json", {}).get("schema")
         names = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"]
