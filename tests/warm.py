@@ -47,7 +47,8 @@ MODULES = {
     GATEWAYS: ("server.gateway.app", "server.gateway.main"),
     TRAINERS: (
         "trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.finetuning.routes",
-        "tests.trainer.cases", "transformers.utils.chat_template_utils",
+        "tests.trainer.cases", "torch.distributed._composable.fsdp", "transformers.models.auto.tokenization_auto",
+        "transformers.models.qwen2.tokenization_qwen2", "transformers.utils.chat_template_utils",
     ),
     SYNC: (
         "weightsync.publish.delta", "weightsync.peer.__main__", "weightsync.peer.copies",
